@@ -1,0 +1,42 @@
+# Every command makes what it needs; the README and .ci/run call these and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check docs clean
+.DELETE_ON_ERROR:
+
+# The main job in three minutes: generate ListOps, train a classifier, test it, plot the curve.
+demo: .venv/lra.stamp
+	rm -rf demo
+	$(BIN)/fastattn-lra generate listops --out demo/data \
+	    --min-length 5 --max-length 60 --num-train 40000 --num-val 2000 --num-test 2000
+	$(BIN)/fastattn-lra fit --task listops --data-dir demo/data --mixer linear \
+	    --recipe listops-demo --out demo/run
+	$(BIN)/fastattn-lra test --run demo/run --require-above-floors 5
+	@echo
+	@echo "The learning curve is demo/run/curve.png. The full-size run, on a GPU:"
+	@echo "  $(BIN)/fastattn-lra generate listops --out data/listops"
+	@echo "  $(BIN)/fastattn-lra fit --task listops --data-dir data/listops --mixer linear \\"
+	@echo "      --recipe listops-budget --out runs/listops-linear"
+	@echo "  $(BIN)/fastattn-lra test --run runs/listops-linear"
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest
+
+check: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/dev.stamp
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
+
+clean:
+	rm -rf .venv demo docs/_build build dist src/*.egg-info
+
+# .venv/<extra>.stamp: the virtual environment holds fastattn[<extra>].
+.venv/%.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) -e '.[$*]'
+	touch $@
