@@ -1,0 +1,100 @@
+"""Swap the attention of a model that is already built, and swap it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fastattn.nn import MECHANISMS, MultiHead
+
+
+def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
+    """Give every ``nn.MultiheadAttention`` in a model another mechanism, in place.
+
+    The modules stay the same objects: parameters, optimizer, hooks, tied and named references all
+    keep working, and the state dict keeps its keys. Only modules whose type is exactly
+    ``nn.MultiheadAttention`` are swapped. ``use_nested_tensor`` is switched off in every
+    ``nn.TransformerEncoder``, which would otherwise hide the padding mask in a nested tensor.
+    A mechanism computes another function than softmax attention: weights trained with softmax
+    need fine-tuning.
+
+    Args:
+        model: Any module, an ``nn.MultiheadAttention`` itself included.
+        mechanism: A key of ``fastattn.MECHANISMS``.
+        options: Keywords of that mechanism's own, such as ``feature_map="relu"``.
+
+    Returns:
+        The dotted names of the swapped modules; the model itself has the name "".
+
+    Raises:
+        ValueError: The mechanism does not exist, there is nothing to swap, or a module is
+            parametrized or sharded. Nothing has been changed then.
+        TypeError: The mechanism has no such option.
+    """
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got {mechanism!r}")
+    kind = MECHANISMS[mechanism]
+    unknown = options.keys() - set(kind.option_names())
+    if unknown:
+        raise TypeError(
+            f"mechanism {mechanism!r} has no option {', '.join(sorted(unknown))}; it takes "
+            f"{', '.join(kind.option_names())}"
+        )
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    for name, module in found.items():
+        _refuse(name, module)
+    swapped = {n: m for n, m in found.items() if type(m) is nn.MultiheadAttention}
+    if not swapped:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.MultiheadAttention to swap"
+            + (f"; {', '.join(found)} are of another type already" if found else "")
+        )
+    kind(1, 1, **options)  # a wrong value raises here, before anything has changed
+    for module in swapped.values():
+        module.__class__ = kind
+        assert isinstance(module, MultiHead)
+        module._qkv_same_embed_dim = False
+        module._configure(**options)
+    for encoder in _encoders(model):
+        vars(encoder).setdefault("_stock_use_nested_tensor", encoder.use_nested_tensor)
+        encoder.use_nested_tensor = False
+    return list(swapped)
+
+
+def revert(model: nn.Module) -> list[str]:
+    """Give every fastattn attention in a model back to ``nn.MultiheadAttention``, in place.
+
+    Returns:
+        The dotted names of the reverted modules.
+
+    Raises:
+        ValueError: There is nothing to revert.
+    """
+    reverted = {n: m for n, m in model.named_modules() if isinstance(m, MultiHead)}
+    if not reverted:
+        raise ValueError(f"{type(model).__name__} has no fastattn attention to revert")
+    for module in reverted.values():
+        for option in module.option_names():
+            delattr(module, option)
+        module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
+        module._qkv_same_embed_dim = module.in_proj_weight is not None
+    for encoder in _encoders(model):
+        stock = vars(encoder).pop("_stock_use_nested_tensor", encoder.use_nested_tensor)
+        encoder.use_nested_tensor = stock
+    return list(reverted)
+
+
+def _refuse(name: str, module: nn.Module) -> None:
+    if parametrize.is_parametrized(module):
+        raise ValueError(
+            f"{name or 'the model'} is parametrized: remove the parametrization, convert, and "
+            "register it again"
+        )
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        raise ValueError(f"{name or 'the model'} is sharded: convert before sharding")
+
+
+def _encoders(model: nn.Module) -> list[nn.TransformerEncoder]:
+    return [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]

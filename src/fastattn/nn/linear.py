@@ -1,0 +1,120 @@
+"""Linear attention as a drop-in for ``nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn import _check
+from fastattn.nn.multihead import MultiHead
+from fastattn.ops.linear_attention import (
+    FEATURE_MAPS,
+    LinearState,
+    linear_attention,
+    linear_attention_scan,
+)
+
+
+class LinearAttention(MultiHead):
+    """Multi-head linear attention in O(n) time and memory (Katharopoulos et al. 2020).
+
+    Takes the place of ``nn.MultiheadAttention``: same arguments, same parameters, same initial
+    values from the same seed, and a stock state dict loads strictly. It computes another function
+    than softmax attention, so weights trained with softmax need fine-tuning. Dropout acts on the
+    output, since the weights never exist.
+
+    Args:
+        embed_dim ... dtype: As in ``nn.MultiheadAttention``, in the same order.
+        feature_map: "elu", "relu", "squared_relu", "exp" or "identity"; "identity" has signed
+            weights and is not normalised.
+        causal: Whether a token sees only the past, in every call. A causal mask or the hint
+            ``is_causal=True`` in a call does the same for that call.
+        backend: Passed to the op; None picks the fastest that can run.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        feature_map: str = "elu",
+        causal: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self._configure(feature_map=feature_map, causal=causal, backend=backend)
+
+    def _configure(
+        self, *, feature_map: str = "elu", causal: bool = False, backend: str | None = None
+    ) -> None:
+        _check.check_option("feature_map", feature_map, FEATURE_MAPS)
+        self.feature_map = feature_map
+        self.causal = causal
+        self.backend = backend
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_padding_mask: Tensor | None
+    ) -> Tensor:
+        return linear_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            causal=causal,
+            key_padding_mask=key_padding_mask,
+            backend=self.backend,
+        )
+
+    def step(
+        self, query: Tensor, key: Tensor, value: Tensor, state: LinearState | None = None
+    ) -> tuple[Tensor, LinearState]:
+        """Decode: attend from new tokens to all tokens so far, in O(1) per token.
+
+        Args:
+            query, key, value: The new tokens, one or more, shaped as in ``forward``.
+            state: What the previous call returned; None starts a sequence.
+
+        Returns:
+            The output, shaped as ``forward``'s, and the state to give to the next call. A
+            sequence in steps of any length gives the same as one causal ``forward``.
+
+        Raises:
+            ValueError: The module is not causal, or the state is another batch's.
+        """
+        if not self.causal:
+            raise ValueError(
+                "LinearAttention.step needs causal=True in the constructor: without it a token "
+                "would have to see the tokens that come after it"
+            )
+        batched = self._check_inputs(query, key, value)
+        q, k, v = self._project(*self._batch_first((query, key, value), batched))
+        if state is None and self._extra_keys:
+            nothing = q.new_zeros(q.shape[0], q.shape[1], self._extra_keys, q.shape[3])
+            _, state = linear_attention_scan(
+                nothing, *self._extras(k, v), feature_map=self.feature_map, backend=self.backend
+            )
+        out, state = linear_attention_scan(
+            q, k, v, state, feature_map=self.feature_map, backend=self.backend
+        )
+        return self.out_proj(self._merge(out, batched)), state
