@@ -1,0 +1,68 @@
+"""Exact softmax attention, the yardstick, with rotary positions (Su et al. 2021)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn.lra.encoder import Padding
+
+
+class SoftmaxAttention(nn.Module):
+    """Multi-head ``scaled_dot_product_attention``; O(n²) time, O(n) memory.
+
+    On a GPU in 16 bits the sequences are packed, so that padding costs nothing; elsewhere the
+    padding is masked.
+
+    Args:
+        width: Of the tokens.
+        heads: h; the head width d = width / h must be even with rotary positions.
+        rotary: Rotate queries and keys by their position (base 10000).
+    """
+
+    def __init__(self, width: int, heads: int, *, rotary: bool) -> None:
+        super().__init__()
+        if rotary and (width // heads) % 2:
+            raise ValueError(f"rotary positions need an even head width, got {width // heads}")
+        self.heads = heads
+        self.rotary = rotary
+        self.in_proj = nn.Linear(width, 3 * width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, padding: Padding) -> Tensor:
+        """``(b, n, width)`` to the same."""
+        if not x.is_cuda or not torch.is_autocast_enabled("cuda"):
+            position = torch.arange(x.shape[1], device=x.device)
+            q, k, v = (y.transpose(1, 2) for y in self._heads(x, position))  # (b, h, n, d)
+            seen = ~padding.mask[:, None, None, :]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            return self.out_proj(out.transpose(1, 2).flatten(2))
+
+        from torch.nn.attention.varlen import varlen_attn
+
+        rows = x.flatten(0, 1)[padding.packed]  # (tokens, width)
+        q, k, v = self._heads(rows, padding.packed % x.shape[1])  # (tokens, h, d)
+        ends, longest = padding.cu_seqlens, padding.longest
+        heads = varlen_attn(q, k, v, ends, ends, longest, longest)
+        assert isinstance(heads, Tensor)
+        rows = self.out_proj(heads.flatten(1))
+        flat = rows.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
+        return flat.index_copy(0, padding.packed, rows).view_as(x)
+
+    def _heads(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(..., n, width)`` to q, k and v ``(..., n, h, d)``."""
+        q, k, v = self.in_proj(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        if self.rotary:
+            q, k = rotate(q, position), rotate(k, position)
+        return q, k, v
+
+
+def rotate(x: Tensor, position: Tensor) -> Tensor:
+    """Turn feature pairs (i, i + d/2) of ``(..., n, h, d)`` by position · 10000**(-2i/d)."""
+    half = x.shape[-1] // 2
+    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = position[:, None, None] * frequency  # (n, 1, d/2)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
