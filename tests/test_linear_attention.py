@@ -209,9 +209,7 @@ def test_what_stands_in_padding_changes_nothing(feature_map, causal):
     for mask in testing.padding_masks(2, 66).values():
         if mask is None:
             continue
-        tried = partial(
-            torch_path, feature_map=feature_map, causal=causal, key_padding_mask=mask
-        )
+        tried = partial(torch_path, feature_map=feature_map, causal=causal, key_padding_mask=mask)
         clean = testing.value_and_grads(tried, [q, k, v])
         hidden = mask[:, None, :, None]
         for what in (float("nan"), float("inf"), 1e300):
@@ -258,9 +256,7 @@ def test_packed_sequences_equal_separate_calls(feature_map, causal):
     q, k, v = (randn(1, h, 200, 6, dtype=torch.float64, scale=3) for h in (4, 2, 2))
     tried = partial(torch_path, feature_map=feature_map, causal=causal)
     packed = tried(q, k, v, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
-    parts = [
-        tried(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in itertools.pairwise(ends)
-    ]
+    parts = [tried(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in itertools.pairwise(ends)]
     torch.testing.assert_close(packed, torch.cat(parts, 2), rtol=1e-9, atol=1e-11)
 
 
@@ -438,14 +434,16 @@ def test_empty_batches_and_sequences_are_no_error(sizes):
         assert out.shape == (b, 2, n, 3)
         assert torch.all(out == 0)
         if n == s == 0:
-            assert linear_attention(q, k, v, feature_map=feature_map, causal=True).shape == out.shape
+            assert (
+                linear_attention(q, k, v, feature_map=feature_map, causal=True).shape == out.shape
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature_map", ["elu", "exp"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_memory_is_linear_at_65536_tokens(feature_map, causal):
-    """An (n, n) tensor would be 16 GiB: the process may grow by at most 1 GiB, gradients included."""
+    """An (n, n) tensor would be 16 GiB; with gradients the process may grow by at most 1 GiB."""
     program = f"""
 import resource, torch
 from fastattn.ops import linear_attention

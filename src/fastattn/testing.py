@@ -94,8 +94,9 @@ def assert_as_accurate_as(
 
     Value and gradients; both are measured against ``reference`` in float64, so no tolerance is
     chosen by hand (and float64 inputs make no sense). Added to it is the rounding of a blocked
-    sum over the tokens, eps·log2(n), of the largest element among output and gradients: a gradient
-    may be a difference of such sums, and zero. Where the reference overflows its dtype, the rounding alone is allowed.
+    sum over the tokens, eps·log2(n), of the largest element among output and gradients: a
+    gradient may be a difference of such sums, and zero. Where the reference overflows its dtype,
+    the rounding alone is allowed.
     """
     exact = value_and_grads(reference, [x.double() for x in inputs])
     plain = value_and_grads(reference, inputs)

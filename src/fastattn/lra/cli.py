@@ -111,8 +111,7 @@ def _fit(options: argparse.Namespace) -> int:
         recipe = replace(recipe, positions=options.positions)
     if options.max_steps is not None:
         recipe = recipe.at_most(options.max_steps)
-    train = _trainer()
-    result = train.fit(
+    result = _runs().fit(
         options.task,
         options.data_dir,
         recipe,
@@ -131,7 +130,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _test(options: argparse.Namespace) -> int:
-    result = _trainer().run_test(options.run_dir, options.data_dir)["test"]
+    result = _runs().evaluate(options.run_dir, options.data_dir)["test"]
     floors = result["floors"]
     print(
         f"test accuracy {100 * result['accuracy']:.2f} % on {result['samples']} samples; "
@@ -148,16 +147,16 @@ def _test(options: argparse.Namespace) -> int:
     return 0
 
 
-def _trainer():  # type: ignore[no-untyped-def]
-    """The training module, imported late: Lightning takes seconds, and may be missing."""
+def _runs():  # type: ignore[no-untyped-def]
+    """The module that trains, imported late: Lightning takes seconds, and may be missing."""
     warnings.filterwarnings("ignore", module="lightning")
     try:
-        from fastattn.lra import train
+        from fastattn.lra import runs
     except ImportError as error:
         raise ValueError(
             f"training needs the extra: pip install 'fastattn[lra]' ({error})"
         ) from None
-    return train
+    return runs
 
 
 def _floors(floors: dict[str, float]) -> str:

@@ -210,12 +210,14 @@ class MultiHead(nn.MultiheadAttention):
     def _weights(self, q: Tensor, k: Tensor, causal: bool, ignored: Tensor | None) -> Tensor:
         """``(b, h, n, s)``: the output is linear in v, so the identity as v yields the weights."""
         s = k.shape[2]
+        if s == 0:
+            return q.new_zeros(*q.shape[:3], 0)
         identity = torch.eye(s, dtype=q.dtype, device=q.device).expand(*k.shape[:2], s, s)
         parts = [
             self._attend(q, k, columns, causal=causal, key_padding_mask=ignored)
             for columns in identity.split(256, -1)
         ]
-        return torch.cat(parts, -1) if s else q.new_zeros(*q.shape[:3], 0)
+        return torch.cat(parts, -1)
 
     # The door
 

@@ -1,0 +1,94 @@
+"""The encoder: padding changes nothing, positions matter, bad options raise."""
+
+import pytest
+import torch
+
+from fastattn.lra.encoder import MIXERS, Encoder, Padding, sinusoids
+from fastattn.lra.mixers.softmax import SoftmaxAttention, rotate
+
+
+def make(mixer, positions="sinusoidal", **options):
+    torch.manual_seed(0)
+    sizes = {"width": 32, "depth": 2, "heads": 2, "ff": 48, "max_length": 40}
+    return Encoder(20, 10, mixer=mixer, positions=positions, **sizes | options)
+
+
+EVERY = [(m, "sinusoidal") for m in MIXERS] + [("softmax", "rotary"), ("softmax", "learned")]
+
+
+@pytest.mark.parametrize(("mixer", "positions"), EVERY)
+def test_padding_and_the_batch_change_nothing(mixer, positions):
+    model = make(mixer, positions)
+    lengths = torch.tensor([7, 30, 1, 12])
+    tokens = torch.randint(5, 20, (4, 30))
+    logits = model(tokens, lengths)
+    for i, n in enumerate(lengths.tolist()):
+        alone = model(tokens[i : i + 1, :n], lengths[i : i + 1])
+        torch.testing.assert_close(logits[i : i + 1], alone, rtol=1e-4, atol=1e-5)
+    other = tokens.clone()
+    other[torch.arange(30) >= lengths[:, None]] = 3
+    assert torch.equal(model(other, lengths), logits)
+
+
+@pytest.mark.parametrize(("mixer", "positions"), EVERY)
+def test_the_order_of_tokens_matters(mixer, positions):
+    model = make(mixer, positions)
+    tokens, lengths = torch.arange(5, 19)[None], torch.tensor([14])
+    change = (model(tokens, lengths) - model(tokens.flip(1), lengths)).abs().max()
+    assert change > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mixer", "positions"), EVERY)
+def test_packed_in_16_bits_equals_masked_in_32(mixer, positions):
+    model = make(mixer, positions)
+    lengths = torch.tensor([7, 30, 1, 12])
+    tokens = torch.randint(5, 20, (4, 30))
+    want = model(tokens, lengths)
+    model.cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        got = model(tokens.cuda(), lengths)
+        got.square().sum().backward()
+    assert (got.cpu().float() - want).abs().max() < 0.05 * want.abs().max()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    q, k = torch.randn(1, 1, 8, dtype=torch.float64), torch.randn(1, 1, 8, dtype=torch.float64)
+    at = lambda x, i: rotate(x, torch.tensor([i])).double()  # noqa: E731
+    score = lambda i, j: (at(q, i) * at(k, j)).sum()  # noqa: E731
+    torch.testing.assert_close(score(9, 4), score(25, 20), rtol=1e-5, atol=1e-5)
+    assert (score(9, 4) - score(9, 5)).abs() > 1e-3
+
+
+def test_sinusoids_are_bounded_and_distinct():
+    table = sinusoids(500, 33, torch.device("cpu"))
+    assert table.shape == (500, 33)
+    assert table.abs().max() <= 1
+    assert torch.pdist(table).min() > 0.1
+
+
+def test_padding_in_every_form():
+    padding = Padding.of(torch.tensor([2, 3]), 4, torch.device("cpu"))
+    assert padding.mask.tolist() == [[False, False, True, True], [False, False, False, True]]
+    assert padding.packed.tolist() == [0, 1, 4, 5, 6]
+    assert padding.cu_seqlens.tolist() == [0, 2, 5]
+    assert padding.cu_seqlens.dtype == torch.int32
+    assert padding.longest == 3
+    with pytest.raises(ValueError, match="lengths must be from 1 to n = 4"):
+        Padding.of(torch.tensor([0, 3]), 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match="on the CPU"):
+        Padding.of(torch.zeros(2, device="meta"), 4, torch.device("cpu"))
+
+
+def test_bad_options_say_what_is_wrong():
+    with pytest.raises(ValueError, match="mixer must be one of softmax, linear"):
+        make("flash")
+    with pytest.raises(ValueError, match="positions must be one of"):
+        make("linear", "relative")
+    with pytest.raises(ValueError, match="rotary positions need the mixer softmax"):
+        make("linear", "rotary")
+    with pytest.raises(ValueError, match="even head width, got 15"):
+        SoftmaxAttention(30, 2, rotary=True)
+    with pytest.raises(ValueError, match="learned positions end at 40, got n = 41"):
+        make("linear", "learned")(torch.zeros(1, 41, dtype=torch.int64), torch.tensor([41]))

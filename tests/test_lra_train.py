@@ -1,0 +1,257 @@
+"""Training: exact resume, honest results, one clear sentence for every bad input."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+from fastattn.lra import runs, train
+from fastattn.lra.cli import main
+from fastattn.lra.encoder import MIXERS
+from fastattn.lra.recipes import LISTOPS_BUDGET, RECIPES, SMOKE, Phase, Recipe
+from fastattn.lra.tasks import TASKS
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("listops")
+    TASKS["listops"].generate(
+        out, num_train=200, num_val=40, num_test=53, min_length=5, max_length=40, workers=1
+    )
+    return out
+
+
+def fit(data, out, *options, mixer="linear", recipe="smoke"):
+    words = f"fit --task listops --data-dir {data} --mixer {mixer} --recipe {recipe} --out {out}"
+    return main([*words.split(), *map(str, options)])
+
+
+def history(run):
+    entries = json.loads((run / "result.json").read_text())["fit"]["history"]
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in entries]
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "smoke"
+    assert fit(data, out) == 0
+    return out
+
+
+# The files of a run
+
+
+def test_a_run_records_everything(run, data):
+    result = json.loads((run / "result.json").read_text())
+    assert result["recipe"] == json.loads(json.dumps(asdict(SMOKE)))
+    assert Recipe.from_dict(result["recipe"]) == SMOKE
+    assert result["vocabulary"] == TASKS["listops"].vocabulary.hash
+    assert result["data"]["samples"] == {"train": 200, "val": 40, "test": 53}
+    assert len(result["data"]["fingerprints"]["test"]) == 16
+    assert result["fit"]["steps"] == SMOKE.steps
+    assert [e["step"] for e in result["fit"]["history"]] == [5, 10, 15, 20]
+    assert result["parameters"] == sum(
+        p.numel() for p in torch.load(run / "checkpoints/best.ckpt")["state_dict"].values()
+    )
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list(run.glob("tensorboard/*/events*"))
+    assert "val/accuracy" in (run / "csv/version_0/metrics.csv").read_text()
+
+
+def test_every_test_sample_counts_once(run, data):
+    assert main(["test", "--run", str(run)]) == 0
+    test = json.loads((run / "result.json").read_text())["test"]
+    split = TASKS["listops"].load(data)["test"]
+    assert test["samples"] == 53
+    assert sum(x["samples"] for x in test["by_root_operator"].values()) == 53
+    assert test["fingerprint"] == split.fingerprint()
+    model = train.Classifier(TASKS["listops"], SMOKE, "linear", {})
+    model.load_state_dict(torch.load(run / "checkpoints/best.ckpt")["state_dict"])
+    model.eval()
+    right = 0
+    for i in range(len(split)):
+        ids = torch.from_numpy(split.sample(i).astype(np.int64))[None]
+        logits = model.encoder(ids, torch.tensor([ids.shape[1]]))
+        right += int(logits.argmax() == split.labels[i])
+    assert test["accuracy"] == right / 53
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer_trains(data, tmp_path, mixer):
+    assert fit(data, tmp_path / "run", "--max-steps", 5, mixer=mixer) == 0
+    assert json.loads((tmp_path / "run/result.json").read_text())["fit"]["steps"] == 5
+
+
+# Resuming
+
+
+def test_a_resumed_run_gives_the_same_losses_and_weights(run, data, tmp_path):
+    out = tmp_path / "run"
+    assert fit(data, out, "--max-steps", 10) == 0
+    assert fit(data, out, "--resume") == 0
+    assert history(out) == history(run)
+    one, two = (torch.load(x / "checkpoints/last.ckpt")["state_dict"] for x in (run, out))
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_a_killed_run_resumes_to_the_same_losses(run, data, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "fastattn.lra.cli", "fit", "--task", "listops", "--mixer"]
+    command += ["linear", "--data-dir", str(data), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (out / "checkpoints/last.ckpt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert json.loads((out / "result.json").read_text())["task"] == "listops"
+    assert fit(data, out, "--resume") == 0
+    assert history(out) == history(run)
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_as_another(run, data, tmp_path, capsys):
+    def message(*options, **kwargs):
+        assert fit(data, run, *options, **kwargs) == 2
+        return capsys.readouterr().err
+
+    assert "is not empty" in message()
+    assert "another recipe: seed differ" in message("--resume", "--seed", 1)
+    assert "started with mixer 'linear', not 'softmax'" in message("--resume", mixer="softmax")
+    assert fit(data, tmp_path / "new", "--resume") == 2
+    assert "nothing to resume" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_workers_change_nothing(run, data, tmp_path):
+    assert fit(data, tmp_path / "run", "--workers", 2) == 0
+    assert history(tmp_path / "run") == history(run)
+
+
+def test_a_curriculum_makes_its_own_lists_and_records_them(data, tmp_path):
+    short = Phase(steps=6, batch_size=8, lr=1e-3, lengths=(4, 12), num_samples=40)
+    recipe = replace(SMOKE, phases=(short, *SMOKE.phases))
+    result = runs.fit("listops", data, recipe, "linear", tmp_path / "run", workers=0)
+    (name,) = result["fit"]["additional_sets"]
+    assert name == "4 to 12 tokens"
+    assert result["fit"]["additional_sets"][name]["samples"] == 40
+    assert [e["step"] for e in result["fit"]["history"]] == [5, 6, 11, 16, 21, 26]
+
+
+def test_early_stopping_stops(data, tmp_path):
+    recipe = replace(SMOKE, phases=(Phase(steps=100, batch_size=8, lr=1e-9),), patience=2, warmup=0)
+    result = runs.fit("listops", data, recipe, "linear", tmp_path / "run", workers=0)
+    assert result["fit"]["steps"] == 15
+    assert result["fit"]["finished"]
+
+
+# The schedule
+
+
+def test_the_learning_rate_that_is_logged_is_the_one_that_is_configured(run):
+    rates = [entry["lr"] for entry in history(run)]
+    assert rates == [SMOKE.lr_at(step - 1) for step in (5, 10, 15, 20)]
+    assert max(SMOKE.lr_at(step) for step in range(20)) == 1e-3
+    logged = (run / "csv/version_0/metrics.csv").read_text().splitlines()
+    column = logged[0].split(",").index("lr-AdamW/pg1")
+    rates = [float(x) for x in (line.split(",")[column] for line in logged[1:]) if x]
+    assert rates
+    assert all(any(abs(r - SMOKE.lr_at(s)) < 1e-12 for s in range(20)) for r in rates)
+
+
+def test_phases_decay_as_they_say():
+    recipe = LISTOPS_BUDGET
+    first = recipe.phases[0]
+    assert recipe.lr_at(0) == first.lr / recipe.warmup
+    assert recipe.lr_at(first.steps - 1) == first.lr
+    assert recipe.lr_at(first.steps) == recipe.phases[1].lr
+    middle = first.steps + recipe.phases[1].steps // 2
+    assert recipe.lr_at(middle) == pytest.approx(recipe.phases[1].lr / 2)
+    assert recipe.lr_at(recipe.steps - 1) < 1e-9
+    plateau = Phase(steps=100, batch_size=1, lr=1.0, decay="plateau")
+    assert [plateau.factor(s) for s in (0, 90, 95)] == pytest.approx([1.0, 1.0, 0.5])
+
+
+def test_a_plateau_halves_the_learning_rate(data, tmp_path):
+    phase = Phase(steps=40, batch_size=8, lr=1e-12, decay="plateau")
+    recipe = replace(SMOKE, phases=(phase,), plateau_patience=0, warmup=0, dropout=0.0)
+    result = runs.fit("listops", data, recipe, "linear", tmp_path / "run", workers=0)
+    rates = [entry["lr"] for entry in result["fit"]["history"]]
+    assert rates[-1] < rates[0] / 2
+
+
+def test_every_parameter_is_in_one_group():
+    model = train.Classifier(TASKS["listops"], SMOKE, "linear", {})
+    groups = model.configure_optimizers()["optimizer"].param_groups
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
+
+
+def test_bad_recipes_raise():
+    with pytest.raises(ValueError, match="warmup must be shorter than the run's 20 steps"):
+        replace(SMOKE, warmup=20)
+    with pytest.raises(ValueError, match="decay must be constant, cosine or plateau"):
+        Phase(steps=1, batch_size=1, lr=1.0, decay="linear")
+    with pytest.raises(ValueError, match="given together"):
+        Phase(steps=1, batch_size=1, lr=1.0, lengths=(1, 2))
+    with pytest.raises(ValueError, match="max-steps must be at least 1"):
+        SMOKE.at_most(0)
+    assert all(name == recipe.name for name, recipe in RECIPES.items())
+
+
+# Bad input
+
+
+def test_another_vocabulary_is_refused(run, tmp_path, data, capsys, monkeypatch):
+    checkpoint = torch.load(run / "checkpoints/best.ckpt", weights_only=True)
+    checkpoint["fastattn"]["vocabulary"] = "0" * 16
+    copied = tmp_path / "run"
+    (copied / "checkpoints").mkdir(parents=True)
+    torch.save(checkpoint, copied / "checkpoints/best.ckpt")
+    (copied / "result.json").write_text((run / "result.json").read_text())
+    assert main(["test", "--run", str(copied)]) == 2
+    assert "its token ids mean something else" in capsys.readouterr().err
+
+
+def test_missing_things_are_named(tmp_path, run, data, capsys):
+    assert main(["test", "--run", str(tmp_path)]) == 2
+    assert "is not a run: it has no result.json" in capsys.readouterr().err
+    assert fit(tmp_path, tmp_path / "run") == 2
+    assert "basic_train.tsv" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "basic_train.tsv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fit", "--task", "listops", "--data-dir", "x", "--mixer", "flash", "--out", "y"],
+        ["fit", "--task", "listops", "--data-dir", "x", "--mixer", "linear", "--outt", "y"],
+        ["generate", "cifar", "--out", "x"],
+        ["train"],
+        [],
+    ],
+)
+def test_an_unknown_word_is_an_error(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+
+
+def test_verify_prints_counts_labels_fingerprints_and_floors(data, capsys):
+    assert main(["verify", str(data)]) == 0
+    out = capsys.readouterr().out
+    split = TASKS["listops"].load(data)["test"]
+    assert f"test: 53 samples, fingerprint {split.fingerprint()}" in out
+    assert f"majority {100 * np.bincount(split.labels).max() / 53:.2f} %" in out
+
+
+def test_a_run_below_the_floors_fails_when_asked(run, capsys):
+    assert main(["test", "--run", str(run), "--require-above-floors", "60"]) == 1
+    assert "above the floors, not 60" in capsys.readouterr().err

@@ -1,0 +1,471 @@
+"""The contract of nn.MultiheadAttention, held by every mechanism."""
+
+import copy
+import io
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastattn import MECHANISMS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WIDTH, HEADS = 24, 4
+# What a mechanism's constructor needs beside nn.MultiheadAttention's arguments.
+OPTIONS: dict[str, dict] = {"linear": {}}
+
+
+@pytest.fixture(params=MECHANISMS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def make(name):
+    def make(*args, **kwargs):
+        args = args or (WIDTH, HEADS)
+        return MECHANISMS[name](*args, **OPTIONS[name], **kwargs)
+
+    return make
+
+
+def tokens(*shape, dtype=torch.float32, device="cpu"):
+    return torch.randn(*shape, WIDTH, device=device).to(dtype)
+
+
+class Counter:
+    """Counts the calls of modules without a hook: a hook alone closes the fast path of eval."""
+
+    def __init__(self, monkeypatch, kind):
+        self.calls = 0
+        forward = kind.forward
+
+        def counted(module, *args, **kwargs):
+            self.calls += 1
+            return forward(module, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", counted)
+
+
+@pytest.fixture
+def counter(monkeypatch, name):
+    return Counter(monkeypatch, MECHANISMS[name])
+
+
+CONSTRUCTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "widths": {"kdim": 10, "vdim": 14},
+    "bias_kv": {"add_bias_kv": True},
+    "zero": {"add_zero_attn": True},
+}
+
+
+# Parameters
+
+
+@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+def test_parameters_and_initial_values_are_those_of_stock(make, options):
+    torch.manual_seed(3)
+    stock = nn.MultiheadAttention(WIDTH, HEADS, **options)
+    torch.manual_seed(3)
+    ours = make(WIDTH, HEADS, **options)
+    assert list(dict(ours.named_parameters())) == list(dict(stock.named_parameters()))
+    for (label, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        assert torch.equal(a, b), label
+    torch.manual_seed(4)
+    ours._reset_parameters()
+    torch.manual_seed(4)
+    stock._reset_parameters()
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+def test_a_stock_state_dict_loads_strictly_and_goes_back(make, options):
+    stock, ours = nn.MultiheadAttention(WIDTH, HEADS, **options), make(WIDTH, HEADS, **options)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    back = nn.MultiheadAttention(WIDTH, HEADS, **options)
+    state = {k: v for k, v in ours.state_dict().items() if k in stock.state_dict()}
+    back.load_state_dict(state, strict=True)
+    for a, b in zip(back.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_constructor_argument_works_by_position(name):
+    positional = MECHANISMS[name](
+        WIDTH, HEADS, 0.1, False, True, True, 10, 14, True, "cpu", torch.float64, **OPTIONS[name]
+    )
+    assert positional.dropout == 0.1
+    assert positional.in_proj_bias is None
+    assert positional.bias_k.dtype == torch.float64
+    assert positional.add_zero_attn
+    assert (positional.kdim, positional.vdim) == (10, 14)
+    assert positional.batch_first
+
+
+def test_a_keyword_that_no_one_reads_raises(make):
+    with pytest.raises(TypeError, match="feature_maps"):
+        make(WIDTH, HEADS, feature_maps="elu")
+
+
+def test_sizes_that_do_not_fit_raise(make):
+    with pytest.raises(ValueError, match="multiple of num_heads, got 24 and 5"):
+        make(WIDTH, 5)
+    with pytest.raises(ValueError, match="greater than 0"):
+        make(0, 4)
+
+
+# Values
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+def test_the_weights_are_those_that_made_the_output(make, options, causal):
+    ours = make(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **options)
+    q, k, v = (
+        torch.randn(2, 7, width, dtype=torch.float64) for width in (WIDTH, ours.kdim, ours.vdim)
+    )
+    pad = torch.zeros(2, 7, dtype=torch.bool)
+    pad[1, 4:] = True
+    out, weights = ours(q, k, v, pad, True, average_attn_weights=False, is_causal=causal)
+    extra = ours._extra_keys
+    assert weights.shape == (2, HEADS, 7, 7 + extra)
+    _, _, values = ours._project(q, k, v)
+    if extra:
+        values = torch.cat((values, ours._extras(values, values)[1]), 2)
+    by_weights = (weights @ values).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out, ours.out_proj(by_weights))
+    assert torch.all(weights[1, :, :, 4:7] == 0)
+    if causal:
+        assert torch.equal(weights[..., :7], weights[..., :7].tril())
+    averaged = ours(q, k, v, pad, True, is_causal=causal)[1]
+    torch.testing.assert_close(averaged, weights.mean(1))
+
+
+def test_layouts_agree(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    other = make(WIDTH, HEADS)
+    other.load_state_dict(ours.state_dict())
+    q, kv = tokens(2, 5), tokens(2, 9)
+    pad = torch.zeros(2, 9, dtype=torch.bool)
+    pad[0, 6:] = True
+    out, weights = ours(q, kv, kv, pad, True)
+    out_other, weights_other = other(
+        *(x.transpose(0, 1).contiguous() for x in (q, kv, kv)), pad, True
+    )
+    torch.testing.assert_close(out_other.transpose(0, 1), out)
+    torch.testing.assert_close(weights_other, weights)
+    single, single_weights = ours(q[0], kv[0], kv[0], pad[0], True)
+    torch.testing.assert_close(single, out[0])
+    torch.testing.assert_close(single_weights, weights[0])
+    one_head = ours(q[0], kv[0], kv[0], pad[0], True, average_attn_weights=False)[1]
+    assert one_head.shape == (HEADS, 5, 9)
+
+
+def test_the_fused_projections_equal_the_separate_ones(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    nn.init.normal_(ours.in_proj_bias)
+    x, y = tokens(2, 5), tokens(2, 5)
+    for query, key, value in ((x, x, x), (x, y, y)):
+        separate = ours(query.clone(), key.clone(), value.clone())[0]
+        torch.testing.assert_close(ours(query, key, value)[0], separate)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_reach_every_parameter(make, device):
+    ours = make(WIDTH, HEADS, batch_first=True, add_bias_kv=True, device=device)
+    x = tokens(2, 6, device=device).requires_grad_()
+    ours(x, x, x)[0].square().sum().backward()
+    for label, parameter in ours.named_parameters():
+        assert parameter.grad.abs().sum() > 0, label
+    assert x.grad.abs().amin(-1).min() > 0
+
+
+# Padding
+
+
+def test_padding_bool_or_float_equals_a_shorter_sequence(make):
+    ours = make(WIDTH, HEADS, batch_first=True).eval()
+    x = tokens(2, 9)
+    pad = torch.zeros(2, 9, dtype=torch.bool)
+    pad[:, 6:] = True
+    short = ours(x[:, :6], x[:, :6], x[:, :6])[0]
+    torch.testing.assert_close(ours(x, x, x, pad)[0][:, :6], short)
+    as_float = torch.zeros(2, 9).masked_fill(pad, -torch.inf)
+    assert torch.equal(ours(x, x, x, as_float)[0], ours(x, x, x, pad)[0])
+    dirty = x.masked_fill(pad.unsqueeze(-1), torch.nan)
+    torch.testing.assert_close(ours(dirty, dirty, dirty, pad)[0][:, :6], short)
+
+
+def test_a_sample_that_is_all_padding_gives_the_bias_and_finite_gradients(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    nn.init.normal_(ours.out_proj.bias)
+    x = tokens(2, 5).requires_grad_()
+    pad = torch.tensor([[True] * 5, [False] * 5])
+    for need_weights in (False, True):
+        out, _ = ours(x, x, x, pad, need_weights)
+        torch.testing.assert_close(out[0], ours.out_proj.bias.expand(5, -1))
+        out.sum().backward()
+        assert x.grad.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in ours.parameters())
+
+
+def test_a_finite_bias_on_the_keys_is_refused(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 5)
+    with pytest.raises(ValueError, match="0 \\(attend\\) or -inf"):
+        ours(x, x, x, torch.full((2, 5), -1e9))
+
+
+# Causality
+
+
+def test_every_way_to_say_causal_is_the_same(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 7)
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    as_float = torch.zeros(7, 7).masked_fill(hidden, -torch.inf)
+    want = ours(x, x, x, is_causal=True)[0]
+    assert not torch.allclose(want, ours(x, x, x)[0])
+    for mask, hint in ((hidden, False), (as_float, False), (hidden, True), (as_float, True)):
+        assert torch.equal(ours(x, x, x, attn_mask=mask, is_causal=hint)[0], want)
+    always = copy.deepcopy(ours)
+    always.causal = True
+    assert torch.equal(always(x, x, x)[0], want)
+    nothing = torch.zeros(7, 7, dtype=torch.bool)
+    assert torch.equal(ours(x, x, x, attn_mask=nothing)[0], ours(x, x, x)[0])
+    assert torch.equal(ours(x, x, x, attn_mask=nothing, is_causal=True)[0], want)
+
+
+def test_causal_with_padding_equals_a_shorter_sequence(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 9)
+    pad = torch.zeros(2, 9, dtype=torch.bool)
+    pad[:, 6:] = True
+    short = ours(x[:, :6], x[:, :6], x[:, :6], is_causal=True)[0]
+    torch.testing.assert_close(ours(x, x, x, pad, is_causal=True)[0][:, :6], short)
+
+
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+def test_no_row_sees_the_future(make, extra):
+    ours = make(WIDTH, HEADS, batch_first=True, **extra)
+    x = tokens(1, 8)
+    before = ours(x, x, x, is_causal=True)[0]
+    y = x.clone()
+    y[:, 5:] = 100
+    after = ours(y, y, y, is_causal=True)[0]
+    torch.testing.assert_close(before[:, :5], after[:, :5], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.eye(7, dtype=torch.bool),
+        torch.randn(7, 7),
+        torch.zeros(7, 7).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -1e9),
+        torch.zeros(2 * HEADS, 7, 7),
+        torch.zeros(7, 9, dtype=torch.bool),
+    ],
+    ids=["diagonal", "bias", "finite causal", "per head", "other length"],
+)
+def test_a_mask_that_cannot_be_honoured_is_refused_with_the_way_out(make, mask):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 7)
+    with pytest.raises(NotImplementedError, match=r"keep nn\.MultiheadAttention in this layer"):
+        ours(x, x, x, attn_mask=mask)
+
+
+def test_causal_needs_equal_lengths(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    with pytest.raises(ValueError, match="n = 3 and s = 5"):
+        ours(tokens(1, 3), tokens(1, 5), tokens(1, 5), is_causal=True)
+
+
+# Inside torch's own layers
+
+
+def encoder(make, layers=2, **options):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True, **options)
+    layer.self_attn = make(WIDTH, HEADS, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_an_encoder_in_eval_really_calls_it(make, counter, device, padded, norm_first, autocast):
+    model = encoder(make, norm_first=norm_first).to(device)
+    x = tokens(3, 8, device=device)
+    pad = torch.zeros(3, 8, dtype=torch.bool, device=device)
+    pad[1, 5:] = True
+    pad = pad if padded else None
+    context = torch.autocast(device, torch.bfloat16) if autocast else nullcontext()
+    outputs = []
+    for training in (True, False):
+        model.train(training)
+        counter.calls = 0
+        with torch.no_grad(), context:
+            outputs.append(model(x, src_key_padding_mask=pad))
+        assert counter.calls == 2
+    assert torch.equal(*outputs)
+    model.requires_grad_(False)
+    counter.calls = 0
+    assert torch.equal(model(x, src_key_padding_mask=pad), outputs[1]) or autocast
+    assert counter.calls == 2
+
+
+def test_an_encoder_with_a_causal_mask_is_causal(make, counter):
+    model = encoder(make).eval()
+    x = tokens(2, 8)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    with torch.no_grad():
+        out = model(x, mask=mask)
+        x[:, 5:] = 0
+        after = model(x, mask=mask)
+    assert counter.calls == 4
+    torch.testing.assert_close(out[:, :5], after[:, :5])
+    assert not torch.allclose(out[:, 5:], after[:, 5:])
+
+
+def test_a_whole_transformer_really_calls_it(make, counter, name):
+    from fastattn import convert
+
+    model = nn.Transformer(WIDTH, HEADS, 2, 2, 32, dropout=0.0, batch_first=True)
+    assert len(convert(model, name, **OPTIONS[name])) == 6
+    source, target = tokens(2, 9), tokens(2, 5)
+    pad = torch.zeros(2, 9, dtype=torch.bool)
+    pad[0, 6:] = True
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    outputs = []
+    for training in (True, False):
+        model.train(training)
+        counter.calls = 0
+        with torch.no_grad():
+            out = model(
+                source,
+                target,
+                tgt_mask=mask,
+                src_key_padding_mask=pad,
+                memory_key_padding_mask=pad,
+                tgt_is_causal=True,
+            )
+        assert counter.calls == 6
+        outputs.append(out)
+    torch.testing.assert_close(*outputs)
+
+
+# Training machinery
+
+
+def test_dropout_acts_in_training_only(make):
+    ours = make(WIDTH, HEADS, 0.5, batch_first=True)
+    x = tokens(2, 6)
+    assert not torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
+    ours.eval()
+    assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
+
+
+def test_autocast_decides_the_dtype(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, weights = ours(x, x, x, need_weights=True)
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - ours(x, x, x)[0]).abs().max() < 0.05 * out.float().abs().max()
+    assert weights.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_dtypes_run_and_a_mismatch_raises(make, dtype):
+    ours = make(WIDTH, HEADS, batch_first=True, dtype=dtype)
+    x = tokens(2, 6, dtype=dtype)
+    assert ours(x, x, x)[0].dtype == dtype
+    with pytest.raises(RuntimeError, match="dtype"):
+        ours(x.float(), x.float(), x.float())
+
+
+def test_copies_and_pickles_compute_the_same(make):
+    ours = make(WIDTH, HEADS, batch_first=True).eval()
+    x = tokens(2, 6)
+    want = ours(x, x, x)[0]
+    buffer = io.BytesIO()
+    torch.save(ours.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = make(WIDTH, HEADS, batch_first=True)
+    loaded.load_state_dict(torch.load(buffer, weights_only=True))
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), loaded):
+        assert torch.equal(other(x, x, x)[0], want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_gives_the_same_gradients(make, reentrant):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 6).requires_grad_()
+    call = lambda y: ours(y, y, y)[0]  # noqa: E731
+    (want,) = torch.autograd.grad(call(x).square().sum(), x)
+    checkpoint(call, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(x.grad, want)
+
+
+@pytest.mark.parametrize("form", ["plain", "padded", "causal"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_it_compiles_whole(make, form, compiler):
+    torch._dynamo.reset()
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 6)
+    pad = torch.zeros(2, 6).masked_fill(torch.arange(6) > 3, -torch.inf)
+    options = {"padded": {"key_padding_mask": pad}, "causal": {"is_causal": True}}.get(form, {})
+    compiled = torch.compile(ours, fullgraph=True, backend=compiler)
+    torch.testing.assert_close(compiled(x, x, x, **options)[0], ours(x, x, x, **options)[0])
+
+
+# What is no error, and what is
+
+
+@pytest.mark.parametrize(("b", "n", "s"), [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_empty_inputs_are_no_error(make, b, n, s):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    q, kv = torch.randn(b, n, WIDTH), torch.randn(b, s, WIDTH)
+    for need_weights in (False, True):
+        out, weights = ours(q, kv, kv, need_weights=need_weights)
+        assert out.shape == (b, n, WIDTH)
+        assert weights is None or weights.shape == (b, n, s)
+
+
+def test_bad_inputs_say_what_is_wrong(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 5)
+    with pytest.raises(AssertionError, match="3-D"):
+        ours(x[None], x[None], x[None])
+    with pytest.raises(ValueError, match="query must have width 24"):
+        ours(x[..., :5], x, x)
+    with pytest.raises(ValueError, match="key and value must agree"):
+        ours(x, x, x[:, :3])
+    with pytest.raises(ValueError, match="same batch"):
+        ours(x, x[:1], x[:1])
+    with pytest.raises(AssertionError, match="bool or float"):
+        ours(x, x, x, torch.zeros(2, 5, dtype=torch.uint8))
+    with pytest.raises(AssertionError, match="bool or float"):
+        ours(x, x, x, attn_mask=torch.zeros(5, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"key_padding_mask must be \(b, s\)"):
+        ours(x, x, x, torch.zeros(5, 2, dtype=torch.bool))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_with_the_way_out(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    nested = torch.nested.nested_tensor([tokens(3), tokens(5)])
+    with pytest.raises(ValueError, match="enable_nested_tensor=False"):
+        ours(nested, nested, nested)
+
+
+def test_it_has_a_page_in_the_docs(name):
+    (page,) = (Path(__file__).parent.parent / "docs").glob(f"*{name}*.md")
+    assert f"autoclass:: fastattn.{MECHANISMS[name].__name__}" in page.read_text()
