@@ -419,6 +419,14 @@ def test_autocast_decides_the_dtype_but_not_the_sums():
     assert (out - exact).abs().max() <= 2**-8 * exact.abs().max()  # one rounding, of the result
 
 
+def test_meta_tensors_have_the_right_shape():
+    q, k, v = (torch.randn(2, h, 70, 8, device="meta") for h in (4, 2, 2))
+    for options in ({}, {"causal": True}, {"causal": True, "feature_map": "exp"}):
+        out = linear_attention(q, k, v, **options)
+        assert out.shape == (2, 4, 70, 8)
+        assert out.device.type == "meta"
+
+
 def test_strides_do_not_matter():
     q, k, v = (randn(2, 70, 4, 24)[..., ::3].transpose(1, 2) for _ in range(3))
     plain = (x.contiguous() for x in (q, k, v))

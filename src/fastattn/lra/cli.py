@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from dataclasses import replace
@@ -156,6 +157,7 @@ def _runs():  # type: ignore[no-untyped-def]
         raise ValueError(
             f"training needs the extra: pip install 'fastattn[lra]' ({error})"
         ) from None
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     return runs
 
 

@@ -8,6 +8,7 @@ where j runs over the keys that row i may see. Katharopoulos et al. 2020, "Trans
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ def linear_attention(
 
     run = select("linear_attention", backend, torch=None, reference=None)
     function = torch_path.attend if run == "torch" else linear_attention_reference
-    with torch.autocast(q.device.type, enabled=False):
+    with _in_full_precision(q.device.type):
         return function(
             q,
             k,
@@ -142,7 +143,7 @@ def linear_attention_scan(
     if state is not None:
         _check_state(state, k, v, feature_map)
     select("linear_attention_scan", backend, torch=None)
-    with torch.autocast(q.device.type, enabled=False):
+    with _in_full_precision(q.device.type):
         out, after = torch_path.scan(
             q,
             k,
@@ -194,10 +195,14 @@ def linear_attention_reference(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # asking for meta raises
         dtype = torch.get_autocast_dtype(device)
         return q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v
+
+
+def _in_full_precision(device: str) -> AbstractContextManager[None]:
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def _check_inputs(
