@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from fastattn import testing
 from fastattn.ops import (
@@ -400,7 +401,7 @@ def test_it_compiles_whole(feature_map, options, compiler):
 
 def test_compiled_lengths_do_not_compile_again_and_again():
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(linear_attention, fullgraph=True, dynamic=True, backend=counter)
     for n in range(70, 90):
         q, k, v = (randn(1, 2, n, 8) for _ in range(3))
@@ -529,7 +530,7 @@ Q = torch.zeros(2, 4, 6, 8)
         ({"key_padding_mask": torch.zeros(6, 2, dtype=torch.bool)}, ValueError, r"\(2, 6\)"),
         ({"causal": True, "q": torch.zeros(2, 4, 3, 8)}, ValueError, "n = 3 and s = 6"),
         ({"cu_seqlens": torch.tensor([0, 6], dtype=torch.int32)}, ValueError, "b = 1"),
-        ({"backend": "cuda"}, ValueError, "has no backend 'cuda'; it has torch, reference"),
+        ({"backend": "cuda"}, ValueError, "has no backend 'cuda'; it has torch, triton"),
     ],
 )
 def test_bad_input_says_what_is_wrong(change, error, message):

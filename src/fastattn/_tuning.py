@@ -6,6 +6,10 @@ needs from here. When a number changes, the commit says on which device it was m
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+
 
 def causal_chunk(d: int) -> int:
     """Tokens per chunk of the causal torch path.
@@ -14,3 +18,69 @@ def causal_chunk(d: int) -> int:
     and so the memory per token, at O(d).
     """
     return 64 if d <= 64 else 128
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a device runs side by side; 2 stands for the interpreter on a CPU."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def linear_attention_splits(rows: int, device: torch.device) -> int:
+    """Into how many splits each of ``rows`` sequences is cut to fill the chip twice.
+
+    Never a function of the length: a length that was not seen before compiles nothing.
+    """
+    return max(1, min(64, -(-2 * multiprocessors(device) // max(rows, 1))))
+
+
+def linear_attention_values(d: int, dtype: torch.dtype) -> int:
+    """How many columns of v one call takes, so that S (d, e) in float32 stays in registers."""
+    return max(16, (2048 if dtype == torch.float32 else 8192) // _block(d))
+
+
+def _block(width: int) -> int:
+    """The power of two that holds a width; 16 is the least a tensor core takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def linear_attention(
+    kernel: str, d: int, e: int, dtype: torch.dtype, causal: bool
+) -> dict[str, int]:
+    """Tiles of a linear attention kernel: "sum_keys", "attend", "grad_queries", "grad_keys".
+
+    The largest that were compiled for sm_90 without spilling registers; not yet timed on a GPU.
+    """
+    block_d, block_e = _block(d), _block(e)
+    wide = block_d * block_e > 64 * 64
+    if kernel in ("sum_keys", "attend"):
+        tokens = 32 if kernel == "attend" and causal else 64
+        warps = 8 if wide else 4
+    elif causal or wide:
+        tokens, warps = 16, 8
+    else:
+        tokens, warps = (64, 4) if kernel == "grad_keys" else (32, 8)
+    if dtype == torch.float32:  # exact products run outside the tensor cores, in registers
+        tokens, warps = min(tokens, 16 if causal else 32), 8
+    return {
+        "BLOCK_N": tokens,
+        "BLOCK_D": block_d,
+        "BLOCK_E": block_e,
+        "num_warps": warps,
+        "num_stages": 2,
+    }
+
+
+def dot_type(dtype: torch.dtype, feature_map: str) -> tuple[str, str]:
+    """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
+
+    float16 has no room for squares and exponentials: those go through tf32, which keeps as many
+    bits. float32 is exact.
+    """
+    if dtype == torch.bfloat16:
+        return "bfloat16", "tf32"
+    if dtype == torch.float16 and feature_map not in ("squared_relu", "exp"):
+        return "float16", "tf32"
+    return "float32", "ieee" if dtype == torch.float32 else "tf32"

@@ -8,8 +8,9 @@ where j runs over the keys that row i may see. Katharopoulos et al. 2020, "Trans
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from torch import Tensor
 from fastattn import _check
 from fastattn._backend import select
 from fastattn.ops import linear_attention_torch as torch_path
+from fastattn.ops import linear_attention_triton as triton_path
 from fastattn.ops.linear_attention_torch import divide, finite, phi, segment_ids
 
 FEATURE_MAPS = ("elu", "relu", "squared_relu", "exp", "identity")
 BACKENDS = {
-    "linear_attention": ("torch", "reference"),
-    "linear_attention_scan": ("torch",),
+    "linear_attention": ("torch", "triton", "reference"),
+    "linear_attention_scan": ("torch", "triton"),
 }
 
 
@@ -66,7 +68,8 @@ def linear_attention(
             weights have signs. A row whose weights are all zero gives zeros.
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
-        backend: "torch", "reference" (quadratic), or None for the first that can run.
+        backend: "torch", "triton" (no second derivative), "reference" (quadratic), or None for
+            the first that can run; "triton" must be named for now.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v. Sums are in float32, or float64 for float64 inputs.
@@ -85,10 +88,15 @@ def linear_attention(
     if cu_seqlens is not None:
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
 
-    run = select("linear_attention", backend, torch=None, reference=None)
-    function = torch_path.attend if run == "torch" else linear_attention_reference
+    refusal = triton_path.refusal(q, feature_map, causal)
+    run = select("linear_attention", backend, torch=None, triton=refusal, reference=None)
+    paths: dict[str, Callable[..., Tensor]] = {
+        "torch": torch_path.attend,
+        "triton": triton_path.attend,
+        "reference": linear_attention_reference,
+    }
     with _in_full_precision(q.device.type):
-        return function(
+        return paths[run](
             q,
             k,
             v,
@@ -124,7 +132,7 @@ def linear_attention_scan(
         feature_map: As in :func:`linear_attention`; must stay the same along a sequence.
         key_padding_mask: ``(b, n)`` bool, True = ignore.
         normalize: As in :func:`linear_attention`.
-        backend: "torch", or None for the first that can run.
+        backend: "torch", "triton", or None for the first that can run.
 
     Returns:
         The outputs ``(b, h, n, e)`` in the dtype of v, and the state after the last token.
@@ -142,9 +150,11 @@ def linear_attention_scan(
         )
     if state is not None:
         _check_state(state, k, v, feature_map)
-    select("linear_attention_scan", backend, torch=None)
+    refusal = triton_path.refusal(q, feature_map, causal=True)
+    run = select("linear_attention_scan", backend, torch=None, triton=refusal)
+    function: Callable[..., Any] = torch_path.scan if run == "torch" else triton_path.scan
     with _in_full_precision(q.device.type):
-        out, after = torch_path.scan(
+        out, after = function(
             q,
             k,
             v,

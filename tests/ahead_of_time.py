@@ -1,0 +1,143 @@
+"""Compile what a call would launch, for GPUs that are not here; prints one JSON line a kernel.
+
+Run as a program, since Triton must not be in interpreter mode. The launches are recorded from the
+real call, so that what is compiled is what a GPU would run: kernel, types, constants, options.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+CAPABILITIES = (80, 90, 100)
+
+
+def record(call: Callable[[], object]) -> list[tuple[str, str, dict, dict]]:
+    """The launches of a call: module, kernel, arguments by name, options."""
+    launches = []
+
+    def run(kernel, *args, grid, warmup, **kwargs):
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        named |= {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+        options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
+        described = {k: v.dtype if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+        launches.append((kernel.fn.__module__, kernel.fn.__name__, described, options))
+
+    original = JITFunction.run
+    JITFunction.run = run
+    try:
+        call()
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def compile_one(job: tuple) -> dict:
+    """Registers, bytes of stack (spills) and of shared memory of one launch on one target."""
+    label, capability, (module, name, arguments, options) = job
+    kernel = getattr(__import__(module, fromlist=[name]), name)
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None or value is True or value is False:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.dtype):
+            signature[parameter.name] = POINTERS[value]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif value == 1:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+    return {
+        "call": label,
+        "kernel": name,
+        "capability": capability,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": compiled.metadata.shared,
+        "options": {k: v for k, v in options.items() if isinstance(v, int)},
+    }
+
+
+def linear_attention_calls() -> dict[str, Callable[[], object]]:
+    """Forward and backward at the widths, dtypes and forms that differ in tiles or code."""
+    from fastattn.ops import linear_attention_triton as path
+
+    def call(d, e, dtype, feature_map, causal, masked=False, packed=False, state=False):
+        b = 1 if packed else 2
+        q, k, v = (torch.zeros(b, 64, 4, x, dtype=dtype).transpose(1, 2) for x in (d, d, e))
+        mask = torch.zeros(b, 64, dtype=torch.bool) if masked else None
+        ends = torch.tensor([0, 64], dtype=torch.int32) if packed else None
+        start = (torch.zeros(b, 4, d, e), torch.zeros(b, 4, d)) if state else (None, None)
+        options = (mask, ends, *start, feature_map, causal, True)
+        out, den, shares, *_ = path._forward(q, k, v, *options)
+        path._backward(out, *start, q, k, v, out, den, shares, *options)
+
+    calls = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for d in (16, 32, 64, 128, 256):
+            e = min(d, path._tuning.linear_attention_values(d, dtype))
+            for causal in (False, True):
+                if dtype == torch.float16 and d != 64:
+                    continue
+                name = f"{str(dtype)[6:]} d{d} e{e} {'causal' if causal else 'all'}"
+                calls[name] = lambda a=(d, e, dtype, "elu", causal): call(*a)
+    for feature_map in ("relu", "squared_relu", "identity", "exp"):
+        for causal in (False, True)[: 1 if feature_map == "exp" else 2]:
+            for dtype in (torch.bfloat16, torch.float16):
+                name = f"{str(dtype)[6:]} {feature_map} {'causal' if causal else 'all'}"
+                calls[name] = lambda a=(64, 64, dtype, feature_map, causal): call(*a)
+    bf16 = torch.bfloat16
+    calls["bfloat16 packed masked"] = lambda: call(64, 64, bf16, "elu", False, True, True)
+    calls["bfloat16 packed causal"] = lambda: call(64, 64, bf16, "elu", True, True, True)
+    calls["bfloat16 state"] = lambda: call(64, 64, bf16, "elu", True, True, state=True)
+    return calls
+
+
+FAMILIES = {"linear_attention": linear_attention_calls}
+
+
+def main() -> None:
+    family, *chosen = sys.argv[1:]
+    jobs = []
+    for label, call in FAMILIES[family]().items():
+        if chosen and not any(word in label for word in chosen):
+            continue
+        for launch in record(call):
+            jobs += [(label, capability, launch) for capability in CAPABILITIES]
+    with ProcessPoolExecutor() as pool:
+        for found in pool.map(compile_one, jobs, chunksize=4):
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The Triton kernels against the float64 definition: interpreted in float32 without a GPU."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastattn import testing
+from fastattn.ops import linear_attention, linear_attention_reference, linear_attention_scan
+from fastattn.ops.linear_attention import FEATURE_MAPS
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
+kernels = partial(linear_attention, backend="triton")
+scan = partial(linear_attention_scan, backend="triton")
+EVERY_FORM = [
+    (feature_map, causal)
+    for feature_map, causal in itertools.product(FEATURE_MAPS, (False, True))
+    if not (feature_map == "exp" and causal)
+]
+
+CASES = (
+    testing.AttentionCase("one-token", "empty splits", 1, 1, 1, 1, 1, 16, 16),
+    testing.AttentionCase("ragged", "no size fits a tile", 2, 2, 2, 77, 77, 20, 12),
+    testing.AttentionCase("grouped", "shares of several heads add up", 1, 4, 2, 66, 66, 16, 16),
+    testing.AttentionCase("wide-value", "more values than one call takes", 1, 1, 1, 40, 40, 64, 80),
+    testing.AttentionCase("narrow", "far less than a tile", 1, 2, 2, 35, 35, 1, 1),
+    testing.AttentionCase("widest", "the largest widths", 1, 1, 1, 17, 17, 256, 24),
+)
+
+
+def inputs(case, feature_map, dtype=torch.float32):
+    """Shifted for the relu maps, whose mass can be tiny by chance."""
+    q, k, v = case.inputs(dtype, DEVICE)
+    return [q + 1, k + 1, v] if feature_map in ("relu", "squared_relu") else [q, k, v]
+
+
+def compare(case, feature_map, dtypes=DTYPES, **options):
+    options["feature_map"] = feature_map
+    for dtype in dtypes:
+        testing.assert_as_accurate_as(
+            partial(kernels, **options),
+            partial(linear_attention_reference, **options),
+            inputs(case, feature_map, dtype),
+        )
+
+
+@pytest.mark.parametrize(("feature_map", "causal"), EVERY_FORM)
+@pytest.mark.parametrize("case", CASES[1:3], ids=lambda c: c.name)
+def test_value_and_gradients_are_as_accurate_as_the_definition(case, feature_map, causal):
+    compare(case, feature_map, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_width_is_as_accurate_as_the_definition(case, causal):
+    compare(case, "elu", causal=causal)
+
+
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_cross_attention_is_as_accurate_as_the_definition(feature_map):
+    for n, s in ((9, 70), (70, 9)):
+        case = testing.AttentionCase("", "", 1, 2, 1, n, s, 16, 16)
+        mask = testing.padding_masks(1, s)["interior"].to(DEVICE)
+        compare(case, feature_map, key_padding_mask=mask)
+
+
+@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+@pytest.mark.parametrize("place", ["left", "interior", "all"])
+def test_padding_is_as_accurate_as_the_definition(feature_map, causal, place):
+    mask = testing.padding_masks(2, 77)[place].to(DEVICE)
+    compare(CASES[1], feature_map, causal=causal, key_padding_mask=mask)
+
+
+@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+def test_packed_sequences_are_as_accurate_as_the_definition(feature_map, causal):
+    ends = torch.tensor([0, 0, 3, 66], dtype=torch.int32, device=DEVICE)
+    mask = testing.padding_masks(1, 66)["interior"].to(DEVICE)
+    compare(CASES[2], feature_map, causal=causal, key_padding_mask=mask, cu_seqlens=ends)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+def test_normalize_can_be_set(feature_map, causal, normalize):
+    compare(CASES[1], feature_map, causal=causal, normalize=normalize)
+
+
+def test_exp_is_exact_where_exponentials_overflow():
+    q, k, v = (torch.randn(1, 1, 50, 8, device=DEVICE) for _ in range(3))
+    testing.assert_as_accurate_as(
+        partial(kernels, feature_map="exp"),
+        partial(linear_attention_reference, feature_map="exp"),
+        [100 * q, 100 * k, v],
+    )
+
+
+# The scan
+
+
+def test_any_split_gives_the_same_values_gradients_and_state():
+    leaves = [torch.randn(1, h, 70, 8, device=DEVICE).requires_grad_() for h in (2, 1, 1)]
+    mask = torch.rand(1, 70, device=DEVICE) < 0.3
+    upstream = torch.randn(1, 2, 70, 8, device=DEVICE)
+
+    def run(function, cuts):
+        state, outs = None, []
+        for a, b in itertools.pairwise(cuts):
+            pieces = (x[:, :, a:b] for x in leaves)
+            out, state = function(*pieces, state, key_padding_mask=mask[:, a:b])
+            outs.append(out)
+        loss = (torch.cat(outs, 2) * upstream).sum() + state.kv.square().sum() + state.z.sum()
+        return [loss, *state[:2], *torch.autograd.grad(loss, leaves)]
+
+    want = run(partial(linear_attention_scan, backend="torch"), [0, 70])
+    for cuts in ([0, 70], [0, 0, 33, 70], [0, 1, 2, 69, 70]):
+        for got, expected in zip(run(scan, cuts), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+# Causality and padding
+
+
+@pytest.mark.parametrize("what", [1e4, float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("at", [1, 40, 64])
+def test_a_token_changes_no_earlier_output(at, what):
+    q, k, v = (torch.randn(1, 1, 70, 8, device=DEVICE) for _ in range(3))
+    before = kernels(q, k, v, causal=True)
+    for x in (q, k, v):
+        x[:, :, at:] = what
+    after = kernels(q, k, v, causal=True)
+    assert torch.equal(before[:, :, :at], after[:, :, :at])
+    if what != what:
+        assert after[:, :, at:].isnan().all()
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "relu", "squared_relu", "identity"])
+def test_a_nan_is_not_swallowed(feature_map):
+    for place in range(3):
+        leaves = [torch.randn(1, 1, 40, 8, device=DEVICE) for _ in range(3)]
+        leaves[place][0, 0, 5] = torch.nan
+        assert kernels(*leaves, feature_map=feature_map)[0, 0, 5].isnan().all()
+
+
+@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+def test_what_stands_in_padding_changes_nothing(feature_map, causal):
+    case = CASES[1]
+    q, k, v = inputs(case, feature_map)
+    mask = testing.padding_masks(2, 77)["interior"].to(DEVICE)
+    tried = partial(kernels, feature_map=feature_map, causal=causal, key_padding_mask=mask)
+    clean = testing.value_and_grads(tried, [q, k, v])
+    hidden = mask[:, None, :, None]
+    dirty = [q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.inf)]
+    for a, b in zip(clean, testing.value_and_grads(tried, dirty), strict=True):
+        assert torch.equal(a, b)
+
+
+# The machinery
+
+
+def test_two_runs_are_bitwise_equal_and_a_sample_does_not_see_its_neighbours():
+    q, k, v = (torch.randn(2, 2, 70, 8, device=DEVICE) for _ in range(3))
+    one, two = (testing.value_and_grads(kernels, [q, k, v]) for _ in range(2))
+    other = testing.value_and_grads(
+        kernels, [torch.cat((x[:1], torch.randn_like(x[1:])), 0) for x in (q, k, v)]
+    )
+    for a, b, c in zip(one, two, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[:1], c[:1])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_strides_are_followed(causal):
+    q, k, v = (
+        torch.randn(2, 40, 3, 2, 8, device=DEVICE).unbind(2)[i].transpose(1, 2) for i in range(3)
+    )
+    upstream = torch.randn(2, 40, 2, 8, device=DEVICE).transpose(1, 2)
+    results = []
+    for leaves in ((q, k, v), [x.contiguous() for x in (q, k, v)]):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = kernels(*leaves, causal=causal)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    odd = [torch.randn(2, 2, 40, 16, device=DEVICE)[..., ::2] for _ in range(3)]
+    results[0].append(kernels(*odd, causal=causal))
+    results[1].append(kernels(*(x.contiguous() for x in odd), causal=causal))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_registered_operators_pass_opcheck():
+    from fastattn.ops import linear_attention_triton  # noqa: F401
+
+    q, k, v = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
+    state = torch.randn(1, 2, 8, 8, device=DEVICE), torch.rand(1, 2, 8, device=DEVICE)
+    tests = ("test_schema", "test_faketensor")
+    for mask, start in ((None, (None, None)), (torch.rand(1, 20, device=DEVICE) < 0.3, state)):
+        forward = (q, k, v, mask, None, *start, "elu", True, True)
+        torch.library.opcheck(
+            torch.ops.fastattn.linear_attention_forward.default, forward, test_utils=tests
+        )
+        out, den, shares, *_ = torch.ops.fastattn.linear_attention_forward(*forward)
+        upstream = (torch.randn_like(out), *start)
+        torch.library.opcheck(
+            torch.ops.fastattn.linear_attention_backward.default,
+            (*upstream, q, k, v, out, den, shares, mask, None, *start, "elu", True, True),
+            test_utils=tests,
+        )
+
+
+def test_it_compiles_whole_and_once_for_twenty_lengths():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kernels, fullgraph=True, dynamic=True, backend=counter)
+    for n in range(20, 40):
+        leaves = [torch.randn(1, 1, n, 8, device=DEVICE) for _ in range(3)]
+        if n in (20, 39):
+            for got, want in zip(
+                testing.value_and_grads(compiled, leaves),
+                testing.value_and_grads(kernels, leaves),
+                strict=True,
+            ):
+                torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
+def test_a_second_derivative_raises_and_func_grad_works():
+    q, k, v = (torch.randn(1, 1, 9, 8, device=DEVICE).requires_grad_() for _ in range(3))
+    (dq,) = torch.autograd.grad(kernels(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+    loss = lambda q: kernels(q, k, v).square().sum()  # noqa: E731
+    (want,) = torch.autograd.grad(loss(q), q)
+    torch.testing.assert_close(torch.func.grad(loss)(q.detach()), want)
+
+
+@pytest.mark.skipif(ON_GPU, reason="about machines without a GPU")
+def test_what_the_kernels_cannot_do_says_why(monkeypatch):
+    q = torch.randn(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="it has no causal exp"):
+        kernels(q, q, q, feature_map="exp", causal=True)
+    with pytest.raises(ValueError, match="needs float32"):
+        kernels(*(q.bfloat16(),) * 3)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="inputs are on the CPU, it needs CUDA"):
+        kernels(q, q, q)
