@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check bench docs clean
 .DELETE_ON_ERROR:
 
 # The main job in three minutes: generate ListOps, train a classifier, test it, plot the curve.
@@ -28,6 +28,13 @@ check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Raw numbers to benchmarks/results/<device>/, then docs/benchmarks.md from all that is there.
+bench: .venv/bench.stamp
+	cd benchmarks && folder=results/$$(../$(BIN)/python -c 'import conftest; print(conftest.slug())') \
+	    && mkdir -p $$folder && for file in bench_*.py; do ../$(BIN)/python -m pytest -c pytest.ini \
+	    --rootdir=. $$file --benchmark-json=$$folder/$${file%.py}.json || exit 1; done
+	$(BIN)/python benchmarks/report.py
 
 docs: .venv/dev.stamp
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build

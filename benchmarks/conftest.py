@@ -1,0 +1,150 @@
+"""One fixture that measures a call the same way for everybody: time, memory, error.
+
+Time is the median of ``triton.testing.do_bench``, as called from Python, launches included; beside
+it the replay of a CUDA graph, which has none. Memory is the peak above inputs and upstream
+gradient. The error is relative, ‖out - exact‖ / ‖exact‖, against a float64 computation of the same
+function; the largest of output and gradients. On a CPU the time is a median of wall times.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or "cpu"
+
+
+def slug() -> str:
+    """The device's name as a folder."""
+    return device_name().lower().replace(" ", "-")
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """What a figure needs beside it."""
+    machine_info["device"] = device_name()
+    for name in ("fastattn", "torch", "triton", "flash-linear-attention"):
+        try:
+            machine_info[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            machine_info[name] = None
+    machine_info["seed"] = 0
+
+
+class Bench:
+    """Measures one rival in one case; the numbers go to pytest-benchmark's JSON."""
+
+    def __init__(self, benchmark):
+        self._benchmark = benchmark
+        torch.manual_seed(0)
+
+    def inputs(self, *shapes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+        """Normal tensors on the device, from seed 0."""
+        return [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+
+    def __call__(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        backward: bool = False,
+        exact: Callable[..., Tensor] | None = None,
+        floor_bytes: int | None = None,
+        case: dict[str, object],
+    ) -> None:
+        """Measure ``function(*inputs)``, with its backward pass if asked for.
+
+        Args:
+            exact: The same function for float64 inputs; None where the rival computes another.
+            floor_bytes: One read and one write of everything, for the ratio to the memory's speed.
+            case: What names this measurement in the report.
+        """
+        leaves = [x.detach().requires_grad_(backward) for x in inputs]
+        upstream = torch.randn_like(function(*leaves)) if backward else None
+
+        def call():
+            out = function(*leaves)
+            return torch.autograd.grad(out, leaves, upstream) if backward else out
+
+        info = {**case, "pass": "forward+backward" if backward else "forward"}
+        info["error"] = None if exact is None else error(function, exact, inputs, backward)
+        for _ in range(3):
+            call()
+        info["peak_mib"] = peak_memory(call)
+        info["ms"], info["graph_ms"] = median_ms(call)
+        if floor_bytes is not None:
+            info["floor_ms"] = floor_bytes / 3e12 * 1e3  # at 3 TB/s
+        self._benchmark.extra_info.update(info)
+        self._benchmark.pedantic(synchronised(call), rounds=5, warmup_rounds=1)
+
+
+def error(function, exact, inputs, backward) -> float:
+    """The largest relative error of output and gradients against float64."""
+    upstream = torch.randn_like(function(*inputs))
+
+    def everything(f, xs):
+        leaves = [x.detach().requires_grad_() for x in xs]
+        out = f(*leaves)
+        grads = torch.autograd.grad(out, leaves, upstream.to(out.dtype)) if backward else ()
+        return [x.detach().double() for x in (out, *grads)]
+
+    pairs = zip(
+        everything(function, inputs), everything(exact, [x.double() for x in inputs]), strict=True
+    )
+    return max(((got - want).norm() / want.norm()).item() for got, want in pairs)
+
+
+def peak_memory(call) -> float | None:
+    """MiB above what is there before the call; None on a CPU."""
+    if DEVICE == "cpu":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def median_ms(call) -> tuple[float, float | None]:
+    """As called from Python, and as replayed from a CUDA graph (None where it cannot be)."""
+    if DEVICE == "cpu":
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return 1e3 * statistics.median(times), None
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    eager = do_bench(call, warmup=50, rep=200, return_mode="median")
+    try:
+        graph = do_bench_cudagraph(call, rep=50, return_mode="median")
+    except RuntimeError:  # something in the call cannot be captured
+        torch.cuda.synchronize()
+        graph = None
+    return eager, graph
+
+
+def synchronised(call):
+    def run():
+        call()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+@pytest.fixture
+def bench(benchmark):
+    return Bench(benchmark)

@@ -1,0 +1,125 @@
+"""Turn the JSON of `make bench` into docs/benchmarks.md and its plots.
+
+python benchmarks/report.py            # every file under benchmarks/results/*/
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = "fastattn"
+HEAD = """# Benchmarks
+
+Made by `make bench` and `python benchmarks/report.py` from the JSON under `benchmarks/results/`.
+Time: median of `triton.testing.do_bench`, as called from Python; in brackets the replay of a CUDA
+graph. Memory: peak above inputs and upstream gradient. Error: relative, against float64, the
+largest of output and gradients ("-": another function, or too long to compute). ×: time over ours.
+"""
+
+
+def load(paths: list[Path]) -> dict[str, list[dict]]:
+    """Measurements by device; of one measured twice, the later file's stands."""
+    found: dict[str, dict[str, dict]] = defaultdict(dict)
+    for path in sorted(paths):
+        content = json.loads(path.read_text())
+        if "benchmarks" not in content:
+            raise ValueError(f"{path} is not pytest-benchmark's JSON: it has no benchmarks")
+        machine = content["machine_info"]
+        for entry in content["benchmarks"]:
+            info = entry["extra_info"] | {"machine": machine, "date": content["datetime"][:10]}
+            found[machine["device"]][entry["fullname"]] = info
+    return {device: list(entries.values()) for device, entries in found.items()}
+
+
+def milliseconds(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}" if x < 1 else f"{x:.2f}"
+
+
+def table(entries: list[dict]) -> str:
+    """One op and pass: a row per length and rival."""
+    rows = ["| n | | ms | × | peak MiB | error | ms at 3 TB/s |", "| --- " * 7 + "|"]
+    for n in sorted({e["n"] for e in entries}):
+        here = [e for e in entries if e["n"] == n]
+        ours = next((e["ms"] for e in here if e["rival"] == OURS), None)
+        for e in sorted(here, key=lambda e: (e["rival"] != OURS, e["ms"])):
+            graph = f" ({milliseconds(e['graph_ms'])})" if e["graph_ms"] is not None else ""
+            ratio = "-" if ours is None else f"{e['ms'] / ours:.1f}"
+            peak = "-" if e["peak_mib"] is None else f"{e['peak_mib']:.1f}"
+            wrong = "-" if e["error"] is None else f"{e['error']:.1e}"
+            floor = milliseconds(e.get("floor_ms"))
+            rows.append(
+                f"| {n} | {e['rival']} | {milliseconds(e['ms'])}{graph} | {ratio} | {peak} | "
+                f"{wrong} | {floor} |"
+            )
+    return "\n".join(rows)
+
+
+def plot(entries: list[dict], path: Path) -> None:
+    """Time, memory and error against n, one line a rival."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    for axes, key, label in zip(
+        panels, ("ms", "peak_mib", "error"), ("ms", "peak MiB", "relative error"), strict=True
+    ):
+        for rival in dict.fromkeys(e["rival"] for e in entries):
+            points = sorted(
+                (e["n"], e[key]) for e in entries if e["rival"] == rival and e[key] is not None
+            )
+            if points:
+                width = 2.5 if rival == OURS else 1.2
+                axes.plot(*zip(*points, strict=True), marker="o", ms=3, lw=width, label=rival)
+        if axes.lines:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+        axes.set(xlabel="n", ylabel=label)
+    panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def page(found: dict[str, list[dict]], pictures: Path) -> str:
+    """The whole page; plots go to ``pictures``."""
+    parts = [HEAD]
+    for device, entries in sorted(found.items()):
+        parts.append(f"## {device}\n")
+        versions = entries[-1]["machine"]
+        names = ("fastattn", "torch", "triton", "flash-linear-attention")
+        said = ", ".join(f"{name} {versions.get(name)}" for name in names if versions.get(name))
+        parts.append(f"{said}, seed {versions.get('seed')}, {entries[-1]['date']}.\n")
+        groups = defaultdict(list)
+        for e in entries:
+            groups[e["op"], e["pass"]].append(e)
+        for (op, direction), group in sorted(groups.items()):
+            e = group[0]
+            shape = ", ".join("n" if i == 2 else str(x) for i, x in enumerate(e["shape"]))
+            parts.append(f"### {op}, {direction}, ({shape}), {e['dtype']}\n")
+            name = f"{device} {op} {direction}".lower().replace(" ", "-").replace("+", "-")
+            pictures.mkdir(parents=True, exist_ok=True)
+            plot(group, pictures / f"{name}.png")
+            parts.append(f"![time, memory and error against n](benchmarks/{name}.png)\n")
+            parts.append(table(group) + "\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    paths = list(RESULTS.glob("*/*.json"))
+    if not paths:
+        print(f"no results under {RESULTS}: run `make bench` first", file=sys.stderr)
+        return 2
+    docs = ROOT / "docs"
+    (docs / "benchmarks.md").write_text(page(load(paths), docs / "benchmarks"))
+    print(f"{docs / 'benchmarks.md'} written from {len(paths)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

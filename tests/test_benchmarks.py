@@ -1,0 +1,68 @@
+"""The harness measures, and the report says what was measured and nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import report  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    out = tmp_path_factory.mktemp("bench") / "linear.json"
+    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", "--rootdir=.", "-k"]
+    command += ["n512 and (eager or torch or sdpa) and False", f"--benchmark-json={out}"]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent / "src")}
+    subprocess.run(command, cwd=BENCHMARKS, env=environment, check=True, capture_output=True)
+    return out
+
+
+def test_every_measurement_has_time_error_and_device(measured):
+    content = json.loads(measured.read_text())
+    assert content["machine_info"]["torch"] == torch.__version__
+    assert content["machine_info"]["device"]
+    entries = [entry["extra_info"] for entry in content["benchmarks"]]
+    assert {(e["rival"], e["pass"]) for e in entries} == {
+        (rival, direction)
+        for rival in ("eager", "torch", "sdpa")
+        for direction in ("forward", "forward+backward")
+    }
+    for e in entries:
+        assert e["ms"] > 0
+        # bf16 outputs cannot be better than their rounding, and the formula is not much worse
+        assert e["error"] is None if e["rival"] == "sdpa" else 1e-4 < e["error"] < 5e-2
+
+
+def test_the_report_shows_each_measurement_with_its_error(measured, tmp_path):
+    found = report.load([measured])
+    (entries,) = found.values()
+    text = report.page(found, tmp_path)
+    for e in entries:
+        row = next(x for x in text.splitlines() if x.startswith(f"| 512 | {e['rival']} | "))
+        assert "| - |" in row if e["error"] is None else True
+        assert report.milliseconds(e["ms"]) in text
+    assert f"torch {torch.__version__}" in text
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_ratios_are_to_ours():
+    entries = [
+        {"n": 8, "rival": r, "ms": ms, "graph_ms": None, "peak_mib": None, "error": 0.1}
+        for r, ms in (("eager", 3.0), ("fastattn", 1.5))
+    ]
+    rows = report.table(entries).splitlines()[2:]
+    assert rows[0].startswith("| 8 | fastattn | 1.50 | 1.0 |")
+    assert rows[1].startswith("| 8 | eager | 3.00 | 2.0 |")
+
+
+def test_a_file_that_is_no_benchmark_is_named(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="it has no benchmarks"):
+        report.load([tmp_path / "x.json"])
