@@ -134,6 +134,10 @@ def test_what_cannot_be_converted_says_why_and_changes_nothing():
         convert(nn.Linear(2, 2), "linear")
     with pytest.raises(ValueError, match="no fastattn attention to revert"):
         revert(model)
+    model.encoder.layers[0].self_attn.forward = lambda *x, **y: x
+    with pytest.raises(ValueError, match="has a forward of its own"):
+        convert(model, "linear")
+    del model.encoder.layers[0].self_attn.forward
     parametrize.register_parametrization(
         model.decoder.layers[1].self_attn, "in_proj_weight", nn.Identity()
     )
@@ -141,6 +145,18 @@ def test_what_cannot_be_converted_says_why_and_changes_nothing():
         convert(model, "linear")
     assert type(model.encoder.layers[0].self_attn) is nn.MultiheadAttention
     assert model.encoder.use_nested_tensor is True
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "relu", "squared_relu", "exp", "identity"])
+def test_an_option_reaches_the_op(feature_map):
+    from fastattn.ops import linear_attention
+
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    convert(model, "linear", feature_map=feature_map)
+    x = torch.randn(2, 5, 16)
+    q, k, v = model._project(x, x, x)
+    out = linear_attention(q, k, v, feature_map=feature_map).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(model(x, x, x)[0], model.out_proj(out))
 
 
 def test_converting_twice_says_that_nothing_is_left():

@@ -73,6 +73,7 @@ def test_the_public_names():
         "linear_attention",
         "linear_attention_reference",
         "linear_attention_scan",
+        "linear_attention_scan_reference",
     }
     assert set(fastattn.MECHANISMS) == {"linear"}
     for name in fastattn.__all__:

@@ -37,6 +37,15 @@ def well_conditioned(feature_map, inputs):
     return [q + 1, k + 1, v] if feature_map in ("relu", "squared_relu") else inputs
 
 
+def caught(mutant, reference, inputs):
+    """Whether the comparison rejects the mutant, for its error."""
+    try:
+        testing.assert_as_accurate_as(mutant, reference, inputs)
+    except AssertionError as error:
+        return "allowed" in str(error)
+    return False
+
+
 def randn(*shape, scale=1.0, dtype=torch.float32):
     return torch.randn(*shape, dtype=torch.float64).mul(scale).to(dtype)
 
@@ -93,22 +102,27 @@ def test_normalize_can_be_set(feature_map, causal, normalize):
     testing.assert_as_accurate_as(tried, reference, inputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        lambda out: out * 0,
-        lambda out: out.roll(1, -2),
-        lambda out: out * torch.arange(1, 71)[:, None],
-    ],
-    ids=["zeroed", "rows shifted", "denominators dropped"],
-)
-def test_the_comparison_catches_a_mutated_output(mutate, causal):
-    inputs = testing.LINEAR_ATTENTION[6].inputs(torch.float32)
+@pytest.mark.parametrize("case", testing.LINEAR_ATTENTION[2:], ids=lambda c: c.name)
+def test_the_comparison_catches_mutated_results(case, causal, dtype):
+    if case.n == 1000:
+        return  # one case less: its definition is slow, and it is no other than n65
+    inputs = case.inputs(dtype)
     tried, reference = both(causal=causal)
     testing.assert_as_accurate_as(tried, reference, inputs)
-    with pytest.raises(AssertionError, match=r"error .* allowed"):
-        testing.assert_as_accurate_as(lambda *x: mutate(tried(*x)), reference, inputs)
+    mutants = {
+        "zeroed": lambda *x: tried(*x) * 0,
+        "denominators dropped": partial(torch_path, causal=causal, normalize=False),
+        "no gradient of v": lambda q, k, v: tried(q, k, v.detach() + 0 * v),
+    }
+    if case.d > 1 or causal:  # with one feature all rows that see the same keys are equal
+        mutants["rows shifted"] = lambda *x: tried(*x).roll(1, -2)
+    if case.d > 1:  # and no weight depends on its query
+        mutants["no gradient of q"] = lambda q, k, v: tried(q.detach() + 0 * q, k, v)
+        mutants["no gradient of k"] = lambda q, k, v: tried(q, k.detach() + 0 * k, v)
+    for name, mutant in mutants.items():
+        assert caught(mutant, reference, inputs), f"the mutant «{name}» was not caught"
 
 
 def test_the_comparison_catches_a_wrong_gradient_behind_a_right_value():
@@ -145,6 +159,18 @@ def test_exp_is_exact_where_exponentials_overflow(causal, scale):
     q, k = randn(1, 2, 100, 8, scale=scale), randn(1, 2, 100, 8, scale=scale)
     tried, reference = both(feature_map="exp", causal=causal)
     testing.assert_as_accurate_as(tried, reference, [q, k, randn(1, 2, 100, 4)])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_unnormalised_exp_is_right_as_far_as_the_dtype_reaches(causal):
+    q, k, v = (randn(1, 1, 20, 4, dtype=torch.float64) for _ in range(3))
+    options = {"feature_map": "exp", "normalize": False, "causal": causal}
+    for shift, dtype in ((100.0, torch.float64), (300.0, torch.float64), (40.0, torch.float32)):
+        inputs = [(x + shift).to(dtype) for x in (q, k)] + [v.to(dtype)]
+        got = torch_path(*inputs, **options)
+        want = linear_attention_reference(*(x.double() for x in inputs), **options)
+        bound = 1e-11 if dtype == torch.float64 else 1e-4  # eps times the logits' size
+        torch.testing.assert_close(got.double(), want, rtol=bound, atol=0)
 
 
 @pytest.mark.parametrize("ramp", [1.0, -1.0], ids=["rising", "falling"])
@@ -318,6 +344,27 @@ def test_any_split_of_a_sequence_gives_the_same(feature_map, scale):
                 torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("normalize", [None, False])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_the_scan_equals_the_recurrence(feature_map, normalize):
+    q, k, v = (randn(2, h, 30, 5, dtype=torch.float64) for h in (4, 2, 2))
+    options = {"feature_map": feature_map, "normalize": normalize}
+    masks = torch.rand(2, 30) < 0.4
+    states = [None, None]
+    for a, b in ((0, 13), (13, 14), (14, 30)):
+        pieces = [x[:, :, a:b] for x in (q, k, v)]
+        outs = []
+        for i, backend in enumerate(("torch", "reference")):
+            out, states[i] = linear_attention_scan(
+                *pieces, states[i], key_padding_mask=masks[:, a:b], backend=backend, **options
+            )
+            outs.append(out)
+        torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-11)
+    for got, want in zip(*states, strict=True):
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_gradients_pass_through_the_state(feature_map):
     q, k, v = (randn(1, 2, 40, 6, dtype=torch.float64) for _ in range(3))
@@ -418,6 +465,13 @@ def test_autocast_decides_the_dtype_but_not_the_sums():
     rounded = (x.bfloat16().double() for x in (q, k, v))
     exact = linear_attention_reference(*rounded)
     assert (out - exact).abs().max() <= 2**-8 * exact.abs().max()  # one rounding, of the result
+
+
+def test_autocast_leaves_float64_alone():
+    q = randn(1, 2, 10, 8, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear_attention(q, q, q), linear_attention(q, q, q, backend="torch"))
+        assert linear_attention(q, q, q).dtype == torch.float64
 
 
 def test_meta_tensors_have_the_right_shape():
@@ -565,3 +619,9 @@ def test_a_foreign_state_says_what_is_wrong():
         linear_attention_scan(Q, Q, Q, LinearState(*state[:2], state.z))
     with pytest.raises(ValueError, match="as many keys as queries"):
         linear_attention_scan(Q[:, :, :2], Q, Q)
+    with pytest.raises(TypeError, match="LinearState or None, got tuple"):
+        linear_attention_scan(Q, Q, Q, tuple(state))
+    with pytest.raises(ValueError, match=r"state\.z must have shape"):
+        linear_attention_scan(Q, Q, Q, LinearState(state.kv, state.z[..., :3]))
+    with pytest.raises(ValueError, match=r"state\.kv must be torch\.float32 .* got torch\.float64"):
+        linear_attention_scan(Q, Q, Q, LinearState(state.kv.double(), state.z))

@@ -1,6 +1,7 @@
 """Training: exact resume, honest results, one clear sentence for every bad input."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,42 @@ def test_a_resumed_run_gives_the_same_losses_and_weights(run, data, tmp_path):
     assert history(out) == history(run)
     one, two = (torch.load(x / "checkpoints/last.ckpt")["state_dict"] for x in (run, out))
     assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+@pytest.mark.parametrize("cut", [3, 7, 12])
+def test_a_run_cut_between_validations_resumes_on_the_same_grid(run, data, tmp_path, cut):
+    out = tmp_path / "run"
+    assert fit(data, out, "--max-steps", cut) == 0
+    assert not json.loads((out / "result.json").read_text())["fit"]["finished"]
+    assert fit(data, out, "--resume", "--max-steps", cut + 1) == 0
+    assert fit(data, out, "--resume") == 0
+    losses = {e["step"]: e["val_loss"] for e in history(out)}
+    assert {e["step"]: e["val_loss"] for e in history(run)}.items() <= losses.items()
+    one, two = (torch.load(x / "checkpoints/last.ckpt")["state_dict"] for x in (run, out))
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_a_run_with_phases_off_the_grid_and_patience_resumes(data, tmp_path):
+    phases = (Phase(steps=6, batch_size=8, lr=1e-3), Phase(steps=9, batch_size=4, lr=1e-3))
+    recipe = replace(SMOKE, phases=phases, patience=50)
+    whole = runs.fit("listops", data, recipe, "linear", tmp_path / "whole", workers=0)
+    out = tmp_path / "cut"
+    for steps in (6, 11):
+        runs.fit("listops", data, recipe.at_most(steps), "linear", out, workers=0, resume=steps > 6)
+    resumed = runs.fit("listops", data, recipe, "linear", out, workers=0, resume=True)
+    assert [e["val_loss"] for e in resumed["fit"]["history"]] == [
+        e["val_loss"] for e in whole["fit"]["history"]
+    ]
+
+
+def test_resuming_a_finished_run_changes_nothing(run, data, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    assert main(["test", "--run", str(out)]) == 0
+    before = (out / "result.json").read_text()
+    assert "test" in json.loads(before)
+    assert fit(data, out, "--resume") == 0
+    assert (out / "result.json").read_text() == before
 
 
 def test_a_killed_run_resumes_to_the_same_losses(run, data, tmp_path):
@@ -216,6 +253,79 @@ def test_another_vocabulary_is_refused(run, tmp_path, data, capsys, monkeypatch)
     (copied / "result.json").write_text((run / "result.json").read_text())
     assert main(["test", "--run", str(copied)]) == 2
     assert "its token ids mean something else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("checkpoints/best.ckpt", b"", "best.ckpt is damaged"),
+        ("checkpoints/best.ckpt", b"PK\x03\x04 nonsense", "best.ckpt is damaged"),
+        ("checkpoints/best.ckpt", "half", "best.ckpt is damaged"),
+        ("checkpoints/best.ckpt", {"state_dict": {}}, "not written by fastattn"),
+        ("result.json", "half", "result.json is damaged"),
+        ("result.json", b"{}", "result.json is damaged"),
+        ("result.json", ('"width": 32', '"width": 64'), "does not fit the recipe"),
+        ("result.json", ('"width": 32', '"breadth": 32'), "breadth"),
+    ],
+)
+def test_a_damaged_run_is_one_sentence(run, tmp_path, capsys, name, content, message):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    whole = (out / name).read_bytes()
+    if content == "half":
+        content = whole[: len(whole) // 2]
+    elif isinstance(content, tuple):
+        content = whole.replace(*(x.encode() for x in content))
+    if isinstance(content, dict):
+        torch.save(content, out / name)
+    else:
+        (out / name).write_bytes(content)
+    assert main(["test", "--run", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_run_that_cannot_start_leaves_nothing_behind(data, tmp_path, capsys):
+    assert fit(data, tmp_path / "a", "--workers", -3) == 2
+    recipe = replace(SMOKE, positions="learned", max_length=10)
+    with pytest.raises(ValueError, match="learned positions end at 10"):
+        runs.fit("listops", data, recipe, "linear", tmp_path / "b")
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
+
+
+def test_other_data_is_said_to_be_other_data(run, tmp_path, capsys):
+    out, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(run, out)
+    sizes = {"num_train": 20, "num_val": 9, "num_test": 11}
+    TASKS["listops"].generate(other, seed=5, **sizes, min_length=5, max_length=40, workers=1)
+    assert main(["test", "--run", str(out), "--data-dir", str(other)]) == 0
+    assert "not the test set that belongs to" in capsys.readouterr().out
+    assert json.loads((out / "result.json").read_text())["test"]["samples"] == 11
+
+
+def test_generate_does_not_overwrite(data, capsys):
+    assert main(["generate", "listops", "--out", str(data)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [(-2, None, "had 53 samples, and has"), ("\t3\n", "\t4\n", "no longer what was generated")],
+)
+def test_a_file_cut_at_a_line_or_edited_is_noticed(data, tmp_path, capsys, old, new, message):
+    out = tmp_path / "data"
+    shutil.copytree(data, out)
+    path = out / "basic_test.tsv"
+    text = path.read_text()
+    if new is None:
+        path.write_text("".join(text.splitlines(keepends=True)[:old]))
+    else:
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+    assert main(["verify", str(out)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_missing_things_are_named(tmp_path, run, data, capsys):

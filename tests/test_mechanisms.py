@@ -113,6 +113,13 @@ def test_a_keyword_that_no_one_reads_raises(make):
         make(WIDTH, HEADS, feature_maps="elu")
 
 
+def test_an_unknown_backend_raises_where_it_is_given_and_options_show(make):
+    with pytest.raises(ValueError, match="backend must be one of"):
+        make(WIDTH, HEADS, backend="cuda")
+    assert f"{WIDTH}, {HEADS}, " in repr(make(WIDTH, HEADS))
+    assert "backend='reference'" in repr(make(WIDTH, HEADS, backend="reference"))
+
+
 def test_sizes_that_do_not_fit_raise(make):
     with pytest.raises(ValueError, match="multiple of num_heads, got 24 and 5"):
         make(WIDTH, 5)
@@ -285,6 +292,55 @@ def test_causal_needs_equal_lengths(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     with pytest.raises(ValueError, match="n = 3 and s = 5"):
         ours(tokens(1, 3), tokens(1, 5), tokens(1, 5), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.zeros(2 * HEADS, 7, 7), torch.zeros(3, 3), torch.zeros(7, 9, dtype=torch.bool)],
+    ids=["per head", "too small", "too wide"],
+)
+def test_the_hint_does_not_hide_a_mask_of_another_shape(make, mask):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 7)
+    with pytest.raises(NotImplementedError, match="only the causal"):
+        ours(x, x, x, attn_mask=mask, is_causal=True)
+    with pytest.raises(AssertionError, match="bool or float"):
+        ours(x, x, x, attn_mask=torch.zeros(7, 7, dtype=torch.int64), is_causal=True)
+
+
+# Decoding, where a mechanism can
+
+
+@pytest.mark.parametrize("cuts", [(1, 1, 1, 1, 1, 1), (4, 1, 1), (2, 4), (6,)], ids=str)
+@pytest.mark.parametrize("layout", ["batch first", "sequence first", "unbatched"])
+@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+def test_steps_equal_a_causal_forward(make, name, options, layout, cuts):
+    if not hasattr(MECHANISMS[name], "step"):
+        pytest.skip(f"{name} cannot decode")
+    ours = make(
+        WIDTH,
+        HEADS,
+        batch_first=layout == "batch first",
+        causal=True,
+        dtype=torch.float64,
+        **options,
+    )
+    shape = {"batch first": (2, 6), "sequence first": (6, 2), "unbatched": (6,)}[layout]
+    axis = 1 if layout == "batch first" else 0
+    inputs = [torch.randn(*shape, w, dtype=torch.float64) for w in (WIDTH, ours.kdim, ours.vdim)]
+    state, outs = None, []
+    for pieces in zip(*(x.split(cuts, axis) for x in inputs), strict=True):
+        out, state = ours.step(*pieces, state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, axis), ours(*inputs)[0])
+
+
+def test_a_module_that_is_not_causal_does_not_decode(make, name):
+    if not hasattr(MECHANISMS[name], "step"):
+        pytest.skip(f"{name} cannot decode")
+    x = tokens(1, 2)
+    with pytest.raises(ValueError, match="causal=True in the constructor"):
+        make(WIDTH, HEADS, batch_first=True).step(x, x, x)
 
 
 # Inside torch's own layers

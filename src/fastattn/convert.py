@@ -18,7 +18,8 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
     ``nn.MultiheadAttention`` are swapped. ``use_nested_tensor`` is switched off in every
     ``nn.TransformerEncoder``, which would otherwise hide the padding mask in a nested tensor.
     A mechanism computes another function than softmax attention: weights trained with softmax
-    need fine-tuning.
+    need fine-tuning. Options go to every module alike: causal=True would make a decoder's
+    cross-attention causal as well, so convert such a model's parts one by one.
 
     Args:
         model: Any module, an ``nn.MultiheadAttention`` itself included.
@@ -49,7 +50,7 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
     if not swapped:
         raise ValueError(
             f"{type(model).__name__} has no nn.MultiheadAttention to swap"
-            + (f"; {', '.join(found)} are of another type already" if found else "")
+            + (f"; {', '.join(found)} are of another type already (revert first)" if found else "")
         )
     kind(1, 1, **options)  # a wrong value raises here, before anything has changed
     for module in swapped.values():
@@ -87,6 +88,11 @@ def revert(model: nn.Module) -> list[str]:
 
 
 def _refuse(name: str, module: nn.Module) -> None:
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name or 'the model'} has a forward of its own, put there by a hook or a wrapper: "
+            "convert before wrapping"
+        )
     if parametrize.is_parametrized(module):
         raise ValueError(
             f"{name or 'the model'} is parametrized: remove the parametrization, convert, and "

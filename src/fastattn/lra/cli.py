@@ -22,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"fastattn-lra: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fastattn-lra: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    if options.out.exists() and any(options.out.iterdir()):
+        raise ValueError(f"{options.out} is not empty: name another directory")
     TASKS[options.task].generate(
         options.out,
         seed=options.seed,
@@ -133,6 +138,8 @@ def _fit(options: argparse.Namespace) -> int:
 def _test(options: argparse.Namespace) -> int:
     result = _runs().evaluate(options.run_dir, options.data_dir)["test"]
     floors = result["floors"]
+    if not result["data_of_the_run"]:
+        print("note: this is not the test set that belongs to the run's training data")
     print(
         f"test accuracy {100 * result['accuracy']:.2f} % on {result['samples']} samples; "
         f"floors: {_floors(floors)}"

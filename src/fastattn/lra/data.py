@@ -305,6 +305,26 @@ def locate(data_dir: str | os.PathLike[str], folder: str, names: Sequence[str]) 
     )
 
 
+def check_generated(folder: Path, splits: Mapping[str, Split]) -> None:
+    """Compare what was read with ``generated.json``, where the data has one."""
+    path = folder / "generated.json"
+    if not path.is_file():
+        return
+    try:
+        record = json.loads(path.read_text())
+        samples, fingerprints = record["samples"], record["fingerprints"]
+        for name, split in splits.items():
+            if len(split) != samples[name]:
+                raise ValueError(f"{name} had {samples[name]} samples, and has {len(split)}")
+            if split.fingerprint() != fingerprints[name]:
+                raise ValueError(f"the content of {name} is no longer what was generated")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not fit the files beside it: {error}. They were truncated or edited: "
+            "generate them again, or remove generated.json if that was meant"
+        ) from None
+
+
 def read_table(
     path: Path, header: Sequence[str], parse: Callable[[list[str]], tuple[Tokens, int]]
 ) -> Split:

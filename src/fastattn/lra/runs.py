@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks.progress import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+import fastattn
 from fastattn.lra.data import Split, Task
 from fastattn.lra.recipes import Recipe
 from fastattn.lra.tasks import TASKS
@@ -71,14 +72,22 @@ def fit(
         raise ValueError(f"nothing to resume: {last} does not exist")
     if not resume and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: name another directory, or go on with --resume")
-    splits = task.load(data_dir)
-    result = _describe(task, data_dir, splits, recipe, mixer)
-    if resume:
-        _check_same_run(out, result)
-
-    lightning.seed_everything(recipe.seed, verbose=False)
     cores = os.cpu_count() or 1
     workers = (min(8, cores) if cores > 2 else 0) if workers is None else workers
+    if workers < 0:
+        raise ValueError(f"workers must be at least 0, got {workers}")
+    splits = task.load(data_dir)
+    _check_lengths(splits, recipe, mixer)
+    result = _describe(task, data_dir, splits, recipe, mixer)
+    if resume:
+        before = _read_result(out)
+        _check_same_run(out, before, result)
+        check_vocabulary(task, _read_checkpoint(last)["fastattn"]["vocabulary"])
+        result = before | result
+        if before.get("fit", {}).get("finished"):
+            return before
+
+    lightning.seed_everything(recipe.seed, verbose=False)
     model = Classifier(task, recipe, mixer, splits, workers)
     result["parameters"] = sum(p.numel() for p in model.parameters())
     out.mkdir(parents=True, exist_ok=True)
@@ -95,8 +104,9 @@ def fit(
         out / "checkpoints", "last", save_on_train_epoch_end=True, enable_version_counter=False
     )
     callbacks: list[Any] = [best, latest, LearningRateMonitor("step"), TQDMProgressBar(10)]
-    if recipe.patience is not None:
-        callbacks.append(EarlyStopping("val/accuracy", mode="max", patience=recipe.patience))
+    patience = recipe.patience if recipe.patience is not None else 10**9
+    early = EarlyStopping("val/accuracy", mode="max", patience=patience)
+    callbacks.append(early)
     trainer = lightning.Trainer(
         **_hardware(recipe),
         plugins=[_WholeFiles()],
@@ -115,11 +125,13 @@ def fit(
     result["fit"] = {
         "steps": trainer.global_step,
         "seconds": round(model.seconds, 1),
-        "finished": trainer.global_step >= recipe.last_step or trainer.should_stop,
+        "finished": trainer.global_step >= recipe.steps or early.stopped_epoch > 0,
         "additional_sets": model.extra_sets,
         "best": best_entry,
         "history": model.history,
     }
+    if result.get("test", {}).get("step") != best_entry["step"]:
+        result.pop("test", None)  # of a checkpoint that is no longer the best
     if torch.cuda.is_available():
         result["fit"]["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
     _write(out, result)
@@ -137,20 +149,22 @@ def evaluate(run: Path, data_dir: Path | None = None) -> dict[str, Any]:
     Raises:
         ValueError: The run is incomplete, or its vocabulary is another one.
     """
-    path = run / "result.json"
-    if not path.is_file():
-        raise ValueError(f"{run} is not a run: it has no result.json")
-    result = json.loads(path.read_text())
+    result = _read_result(run)
     best = run / "checkpoints" / "best.ckpt"
     if not best.is_file():
         raise ValueError(f"{run} has no checkpoint yet: {best} does not exist")
     task = TASKS[result["task"]]
+    checkpoint = _read_checkpoint(best)
+    check_vocabulary(task, checkpoint["fastattn"]["vocabulary"])
     splits = task.load(data_dir or Path(result["data"]["directory"]))
     recipe = Recipe.from_dict(result["recipe"])
     model = Classifier(task, recipe, result["mixer"], splits)
-    checkpoint = torch.load(best, map_location="cpu", weights_only=True)
-    check_vocabulary(task, checkpoint["fastattn"]["vocabulary"])
-    model.load_state_dict(checkpoint["state_dict"])
+    try:
+        model.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(
+            f"{best} does not fit the recipe in result.json: one of them was changed ({error})"
+        ) from None
 
     trainer = lightning.Trainer(
         **_hardware(recipe),
@@ -168,6 +182,7 @@ def evaluate(run: Path, data_dir: Path | None = None) -> dict[str, Any]:
         "accuracy": float((predictions == split.labels).mean()),
         "step": checkpoint["global_step"],
         "fingerprint": split.fingerprint(),
+        "data_of_the_run": split.fingerprint() == result["data"]["fingerprints"]["test"],
         "floors": task.floors(split),
         **task.breakdown(split, predictions),
     }
@@ -229,7 +244,7 @@ def _describe(
         "seed": recipe.seed,
         "vocabulary": task.vocabulary.hash,
         "data": {
-            "directory": str(data_dir),
+            "directory": str(data_dir.resolve()),
             "samples": {name: len(split) for name, split in splits.items()},
             "fingerprints": {name: split.fingerprint() for name, split in splits.items()},
         },
@@ -237,7 +252,8 @@ def _describe(
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("fastattn", "torch", "triton", "lightning")},
+            "fastattn": fastattn.__version__,
+            **{name: _version(name) for name in ("torch", "triton", "lightning")},
         },
     }
 
@@ -249,8 +265,41 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _check_same_run(out: Path, now: dict[str, Any]) -> None:
-    before = json.loads((out / "result.json").read_text())
+def _check_lengths(splits: dict[str, Split], recipe: Recipe, mixer: str) -> None:
+    longest = max(int(split.lengths.max()) for split in splits.values())
+    if recipe.positions_for(mixer) == "learned" and longest > recipe.max_length:
+        raise ValueError(
+            f"learned positions end at {recipe.max_length}, but the data has a sample of "
+            f"{longest} tokens: take sinusoidal positions"
+        )
+
+
+def _read_result(run: Path) -> dict[str, Any]:
+    path = run / "result.json"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run: it has no result.json")
+    try:
+        result = json.loads(path.read_text())
+        Recipe.from_dict(result["recipe"])
+        missing = {"task", "mixer", "positions", "vocabulary", "data"} - result.keys()
+        if missing or result["task"] not in TASKS:
+            raise ValueError(f"no {', '.join(sorted(missing))}" if missing else "unknown task")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged or was edited: {error}") from None
+    return result
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if not {"fastattn", "state_dict", "global_step"} <= checkpoint.keys():
+            raise ValueError("it was not written by fastattn")
+    except Exception as error:  # torch.load raises nearly anything on a damaged file
+        raise ValueError(f"{path} is damaged or no checkpoint of ours: {error}") from None
+    return checkpoint
+
+
+def _check_same_run(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     same = json.loads(json.dumps(now))
     for key in ("task", "mixer", "positions", "vocabulary"):
         if before[key] != same[key]:

@@ -61,7 +61,7 @@ class Classifier(lightning.LightningModule):
         """The training stream of a phase; additional sets are made when their phase begins."""
         if number not in self._streams:
             phase, recipe = self.recipe.phases[number], self.recipe
-            self._streams = {number: self._make_stream(phase, recipe.seed + number)}
+            self._streams = {number: self._make_stream(phase, 1000 * recipe.seed + number)}
         return self._streams[number]
 
     def _make_stream(self, phase: Phase, seed: int) -> BatchStream:
@@ -79,7 +79,8 @@ class Classifier(lightning.LightningModule):
         """The steps up to the next validation; called again after each (an "epoch" here)."""
         number, begin = self.recipe.phase_at(self.global_step)
         end = min(self.recipe.last_step, begin + self.recipe.phases[number].steps)
-        stop = min(end, self.global_step + self.recipe.validate_every)
+        every = self.recipe.validate_every
+        stop = min(end, begin + ((self.global_step - begin) // every + 1) * every)
         steps = range(self.global_step - begin, stop - begin)
         return self._loader(self._stream(number), steps)
 
@@ -218,6 +219,14 @@ class Classifier(lightning.LightningModule):
         check_vocabulary(self.task, ours["vocabulary"])
         self.history, self.seconds = ours["history"], ours["seconds"]
         self._plateau, self.extra_sets = ours["plateau"], ours["extra_sets"]
+        # Checkpoints lie at the end of an epoch: begin a new one, whatever its length, instead of
+        # entering the old one again.
+        loops = checkpoint["loops"]["fit_loop"]
+        for progress in loops["epoch_progress"].values():
+            progress["completed"] = progress["ready"]
+        batches = loops["epoch_loop.batch_progress"]
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
 
 
 class EvaluationData(torch.utils.data.Dataset[Batch]):

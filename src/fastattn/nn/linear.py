@@ -8,6 +8,7 @@ from torch import Tensor
 from fastattn import _check
 from fastattn.nn.multihead import MultiHead
 from fastattn.ops.linear_attention import (
+    BACKENDS,
     FEATURE_MAPS,
     LinearState,
     linear_attention,
@@ -69,6 +70,8 @@ class LinearAttention(MultiHead):
         self, *, feature_map: str = "elu", causal: bool = False, backend: str | None = None
     ) -> None:
         _check.check_option("feature_map", feature_map, FEATURE_MAPS)
+        if backend is not None:
+            _check.check_option("backend", backend, BACKENDS["linear_attention"])
         self.feature_map = feature_map
         self.causal = causal
         self.backend = backend

@@ -8,6 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+WAY_OUT = (
+    "This attention takes the causal mask (pass is_causal=True with it), no mask, and "
+    "key_padding_mask; for any other mask keep nn.MultiheadAttention in this layer"
+)
+
 
 class MultiHead(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with another core; the base of every mechanism, abstract.
@@ -69,6 +74,10 @@ class MultiHead(nn.MultiheadAttention):
     def option_names(cls) -> tuple[str, ...]:
         """The keywords that are this mechanism's own."""
         return tuple(inspect.signature(cls._configure).parameters)[1:]
+
+    def extra_repr(self) -> str:
+        options = (f"{name}={getattr(self, name)!r}" for name in self.option_names())
+        return ", ".join((f"{self.embed_dim}, {self.num_heads}", *options))
 
     def _configure(self) -> None:
         raise NotImplementedError
@@ -228,8 +237,8 @@ class MultiHead(nn.MultiheadAttention):
             if x.is_nested:
                 raise ValueError(
                     f"{name}: {label} is a nested tensor, which it cannot take. Build "
-                    "nn.TransformerEncoder with enable_nested_tensor=False; fastattn.convert does "
-                    "so for an encoder that is already built"
+                    "nn.TransformerEncoder with enable_nested_tensor=False; in one that is already "
+                    "built, set use_nested_tensor = False (fastattn.convert of it does so)"
                 )
             if x.dim() not in (2, 3) or x.dim() != query.dim():
                 raise AssertionError(  # the type that nn.MultiheadAttention raises
@@ -264,10 +273,15 @@ class MultiHead(nn.MultiheadAttention):
         n, s = query.shape[axis], key.shape[axis]
         name = type(self).__name__
         causal = self.causal or hint
-        if mask is not None and not hint:
+        if mask is not None:
             if mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(f"{name}: attn_mask must be bool or float, got {mask.dtype}")
-            causal = _mask_is_causal(mask, n, s, name) or causal
+            if tuple(mask.shape) != (n, s):
+                raise NotImplementedError(
+                    f"{name}: attn_mask of shape {tuple(mask.shape)} is not supported, only the "
+                    f"causal ({n}, {s}). {WAY_OUT}"
+                )
+            causal = causal or _mask_is_causal(mask, name)
         if causal and n != s:
             raise ValueError(
                 f"{name}: causal attention needs as many keys as queries, got n = {n} and s = {s}"
@@ -305,28 +319,20 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.transpose(0, 1), weight, bias).transpose(0, 1)
 
 
-def _mask_is_causal(mask: Tensor, n: int, s: int, name: str) -> bool:
+def _mask_is_causal(mask: Tensor, name: str) -> bool:
     """Whether the mask is the causal one; False if it hides nothing; anything else raises."""
-    way_out = (
-        "This attention takes the causal mask (pass is_causal=True with it), no mask, and "
-        "key_padding_mask; for any other mask keep nn.MultiheadAttention in this layer"
-    )
-    if tuple(mask.shape) != (n, s):
-        raise NotImplementedError(
-            f"{name}: attn_mask of shape {tuple(mask.shape)} is not supported, only the causal "
-            f"({n}, {s}). {way_out}"
-        )
     if torch.compiler.is_compiling():
         raise NotImplementedError(
-            f"{name}: under torch.compile the values of attn_mask cannot be read. {way_out}"
+            f"{name}: under torch.compile the values of attn_mask cannot be read. {WAY_OUT}"
         )
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
-    future = torch.ones(n, s, dtype=torch.bool, device=mask.device).triu(1)
-    biased = mask.dtype != torch.bool and bool((mask[~hidden] != 0).any())
-    if not biased and torch.equal(hidden, future):
-        return True
-    if biased or bool(hidden.any()):
+    future = torch.ones_like(hidden).triu(1)
+    biased = torch.zeros_like(hidden) if mask.dtype == torch.bool else ~hidden & (mask != 0)
+    facts = torch.stack((biased.any(), (hidden == future).all(), hidden.any()))
+    is_biased, is_causal, hides = facts.tolist()  # the one synchronisation
+    if is_biased or (hides and not is_causal):
+        shape = tuple(mask.shape)
         raise NotImplementedError(
-            f"{name}: the attn_mask of shape ({n}, {s}) is not the causal one. {way_out}"
+            f"{name}: the attn_mask of shape {shape} is not the causal one. {WAY_OUT}"
         )
-    return False
+    return hides

@@ -5,6 +5,7 @@ from fastattn.ops.linear_attention import (
     linear_attention,
     linear_attention_reference,
     linear_attention_scan,
+    linear_attention_scan_reference,
 )
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "linear_attention",
     "linear_attention_reference",
     "linear_attention_scan",
+    "linear_attention_scan_reference",
 ]

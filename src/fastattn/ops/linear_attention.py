@@ -24,7 +24,7 @@ from fastattn.ops.linear_attention_torch import divide, finite, phi, segment_ids
 FEATURE_MAPS = ("elu", "relu", "squared_relu", "exp", "identity")
 BACKENDS = {
     "linear_attention": ("torch", "triton", "reference"),
-    "linear_attention_scan": ("torch", "triton"),
+    "linear_attention_scan": ("torch", "triton", "reference"),
 }
 
 
@@ -73,7 +73,8 @@ def linear_attention(
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v. Sums are in float32, or float64 for float64 inputs.
-        Under autocast q, k and v are first cast to its dtype, as for softmax attention.
+        Under autocast q, k and v are first cast to its dtype, except float64, as for softmax
+        attention.
 
     Raises:
         TypeError: A dtype is not floating or differs; a mask is not bool.
@@ -132,7 +133,8 @@ def linear_attention_scan(
         feature_map: As in :func:`linear_attention`; must stay the same along a sequence.
         key_padding_mask: ``(b, n)`` bool, True = ignore.
         normalize: As in :func:`linear_attention`.
-        backend: "torch", "triton", or None for the first that can run.
+        backend: "torch", "triton", "reference" (token by token), or None for the first that can
+            run.
 
     Returns:
         The outputs ``(b, h, n, e)`` in the dtype of v, and the state after the last token.
@@ -151,10 +153,14 @@ def linear_attention_scan(
     if state is not None:
         _check_state(state, k, v, feature_map)
     refusal = triton_path.refusal(q, feature_map, causal=True)
-    run = select("linear_attention_scan", backend, torch=None, triton=refusal)
-    function: Callable[..., Any] = torch_path.scan if run == "torch" else triton_path.scan
+    run = select("linear_attention_scan", backend, torch=None, triton=refusal, reference=None)
+    paths: dict[str, Callable[..., Any]] = {
+        "torch": torch_path.scan,
+        "triton": triton_path.scan,
+        "reference": linear_attention_scan_reference,
+    }
     with _in_full_precision(q.device.type):
-        out, after = function(
+        out, after = paths[run](
             q,
             k,
             v,
@@ -203,11 +209,60 @@ def linear_attention_reference(
     return divide(weights @ v, weights.sum(-1, keepdim=True)) if normalize else weights @ v
 
 
+def linear_attention_scan_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState | None = None,
+    *,
+    feature_map: str = "elu",
+    key_padding_mask: Tensor | None = None,
+    normalize: bool | None = None,
+) -> tuple[Tensor, LinearState]:
+    """The recurrence, a token at a time: S += φ(k) ⊗ v, z += φ(k), out = φ(q)·S / φ(q)·z."""
+    exp, wide = feature_map == "exp", torch.promote_types(q.dtype, torch.float32)
+    normalize = feature_map != "identity" if normalize is None else normalize
+    b, h_kv, n, d = k.shape
+    kv = k.new_zeros(b, h_kv, d, v.shape[-1], dtype=wide)
+    start = torch.full_like(kv[..., 0], -torch.inf) if exp else None
+    kv, z, shift = state or (kv, kv[..., 0], start)
+    outs = []
+    for i in range(n):
+        key, value = k[:, :, i].to(wide), v[:, :, i].to(wide)
+        if key_padding_mask is not None:
+            hidden = key_padding_mask[:, None, i, None]
+            key = key.masked_fill(hidden, -torch.inf if exp else 0)
+            value = value.masked_fill(hidden, 0)
+        if shift is not None:
+            larger = torch.maximum(shift, key.detach())
+            scale, shift = (shift - finite(larger)).exp(), larger
+            kv, z = kv * scale.unsqueeze(-1), z * scale
+            features = (key - finite(shift)).exp()
+            query = q[:, :, i].to(wide) + shift.repeat_interleave(q.shape[1] // h_kv, 1)
+            top = finite(query.detach().amax(-1, keepdim=True))
+            query = (query - top).exp()
+        else:
+            features, query = phi(key, feature_map), phi(q[:, :, i].to(wide), feature_map)
+            if key_padding_mask is not None:
+                features = features.masked_fill(hidden, 0)
+        kv = kv + features.unsqueeze(-1) * value.unsqueeze(-2)
+        z = z + features
+        query = query.unflatten(1, (h_kv, -1))  # (b, h_kv, g, d)
+        out, mass = query @ kv, query @ z.unsqueeze(-1)
+        if normalize:
+            out = divide(out, mass)
+        out = out.flatten(1, 2)
+        outs.append(out * top.exp() if exp and not normalize else out)
+    out = torch.stack(outs, 2) if outs else q.new_zeros(*q.shape[:3], v.shape[-1])
+    return out.to(v.dtype), LinearState(kv, z, shift)
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # asking for meta raises
-        dtype = torch.get_autocast_dtype(device)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+    if device == "meta" or not torch.is_autocast_enabled(device):  # asking for meta raises
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v
 
 
@@ -236,16 +291,27 @@ def _check_inputs(
 
 
 def _check_state(state: LinearState, k: Tensor, v: Tensor, feature_map: str) -> None:
+    if not isinstance(state, LinearState):
+        raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
     b, h_kv, _, d = k.shape
-    if tuple(state.kv.shape) != (b, h_kv, d, v.shape[-1]) or state.z.shape != state.kv.shape[:-1]:
+    exp = feature_map == "exp"
+    if (state.shift is not None) != exp:
         raise ValueError(
-            f"state must hold kv (b, h_kv, d, e) = {(b, h_kv, d, v.shape[-1])} and "
-            f"z {(b, h_kv, d)}, got {tuple(state.kv.shape)} and {tuple(state.z.shape)}: "
-            "it belongs to another batch"
+            f"state must {'' if exp else 'not '}have a shift for feature_map {feature_map!r}: "
+            "it was made with another feature map"
         )
-    if (state.shift is not None) != (feature_map == "exp"):
-        has = "none" if state.shift is None else "one"
-        raise ValueError(
-            f"state must {'' if feature_map == 'exp' else 'not '}have a shift for feature_map "
-            f"{feature_map!r}, it has {has}: it was made with another feature map"
-        )
+    wide = torch.promote_types(k.dtype, torch.float32)
+    shapes = {"kv": (b, h_kv, d, v.shape[-1]), "z": (b, h_kv, d), "shift": (b, h_kv, d)}
+    for (name, shape), part in zip(shapes.items(), state, strict=True):
+        if part is None:
+            continue
+        if tuple(part.shape) != shape:
+            raise ValueError(
+                f"state.{name} must have shape {shape}, got {tuple(part.shape)}: the state belongs "
+                "to another batch"
+            )
+        if part.dtype != wide or part.device != k.device:
+            raise ValueError(
+                f"state.{name} must be {wide} on {k.device}, got {part.dtype} on {part.device}: "
+                "the state belongs to inputs of another dtype or device"
+            )

@@ -8,6 +8,8 @@ exp(logit - top), so nothing overflows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -103,7 +105,7 @@ def _finish(found: Scaled, normalize: bool, q: Tensor, v: Tensor) -> Tensor:
     if normalize:
         out = divide(out, mass)
     elif top is not None:  # in two halves: exp(top) alone overflows before the product does
-        half = (top / 2).clamp(max=88).exp()
+        half = (top / 2).clamp(max=math.log(torch.finfo(top.dtype).max)).exp()
         out = out * half * half
     return out.reshape(*q.shape[:-1], v.shape[-1]).to(v.dtype)
 
@@ -274,6 +276,13 @@ def _past(
     if state is None:
         empty = k.new_full((*k.shape[:-3], 1, 1, k.shape[-1]), -torch.inf)
         state = kv.new_zeros(*kv.shape[:-3], 1, *kv.shape[-2:]), empty
+    if kv.shape[-3] == 1 and segment is None:  # a decoding step, among others
+        start = state[0], None if shift is None or state[1] is None else state[1].mT
+        total, top = _merge(start, (kv, None if shift is None else shift.mT))
+        return (state[0], None if shift is None else state[1]), (
+            total,
+            None if top is None else top.mT,
+        )
     kv = torch.cat((state[0], kv), -3)
     if shift is not None and state[1] is not None:
         shift = torch.cat((state[1], shift), -3)
