@@ -33,7 +33,8 @@ def slug() -> str:
 def pytest_benchmark_update_machine_info(config, machine_info):
     """What a figure needs beside it."""
     machine_info["device"] = device_name()
-    for name in ("fastattn", "torch", "triton", "flash-linear-attention"):
+    machine_info["torch"] = torch.__version__
+    for name in ("fastattn", "triton", "flash-linear-attention"):
         try:
             machine_info[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -253,7 +253,8 @@ def _describe(
         "versions": {
             "python": platform.python_version(),
             "fastattn": fastattn.__version__,
-            **{name: _version(name) for name in ("torch", "triton", "lightning")},
+            "torch": torch.__version__,
+            **{name: _version(name) for name in ("triton", "lightning")},
         },
     }
 

@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from fastattn import _tuning
 
+HAS_TRITON = find_spec("triton") is not None  # looked up, not imported
+
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "linear_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens, "
@@ -32,7 +34,7 @@ _lib.define(
 
 def refusal(q: Tensor, feature_map: str, causal: bool) -> str | None:
     """Why the kernels cannot run on these inputs, or None."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if q.device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":
