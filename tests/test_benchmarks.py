@@ -45,9 +45,10 @@ def test_the_report_shows_each_measurement_with_its_error(measured, tmp_path):
     (entries,) = found.values()
     text = report.page(found, tmp_path)
     for e in entries:
-        row = next(x for x in text.splitlines() if x.startswith(f"| 512 | {e['rival']} | "))
-        assert "| - |" in row if e["error"] is None else True
-        assert report.milliseconds(e["ms"]) in text
+        begins = f"| 512 | {e['rival']} | {report.milliseconds(e['ms'])} |"
+        row = next(x for x in text.splitlines() if x.startswith(begins))
+        error = "-" if e["error"] is None else f"{e['error']:.1e}"
+        assert f"| {error} |" in row
     assert f"torch {torch.__version__}" in text
     assert len(list(tmp_path.glob("*.png"))) == 2
 

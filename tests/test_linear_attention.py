@@ -104,10 +104,10 @@ def test_normalize_can_be_set(feature_map, causal, normalize):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("case", testing.LINEAR_ATTENTION[2:], ids=lambda c: c.name)
+@pytest.mark.parametrize(  # n1000 is slow to define, and no other than n65
+    "case", [c for c in testing.LINEAR_ATTENTION[2:] if c.n < 1000], ids=lambda c: c.name
+)
 def test_the_comparison_catches_mutated_results(case, causal, dtype):
-    if case.n == 1000:
-        return  # one case less: its definition is slow, and it is no other than n65
     inputs = case.inputs(dtype)
     tried, reference = both(causal=causal)
     testing.assert_as_accurate_as(tried, reference, inputs)

@@ -1,4 +1,4 @@
-"""Linear attention: four kernels for both forms, causal or not, and one for a decoding step.
+"""Linear attention: four kernels for both forms, causal or not.
 
     sum_keys       per split of the keys: S = sum of φ(k) ⊗ v and z = sum of φ(k)
     attend         per split of the queries: out = φ(q)·S / φ(q)·z
@@ -46,6 +46,17 @@ def span(cu_ptr, b, N, PACKED: tl.constexpr):
     per_split = tl.cdiv(tl.cdiv(length, 64), tl.num_programs(1)) * 64
     low = tl.program_id(1) * per_split
     return first, low, tl.minimum(low + per_split, length)
+
+
+@triton.jit
+def begin(ptr, b, head, first, stride_b, stride_h, stride_n, PACKED: tl.constexpr):
+    """Where a head of a sequence begins: sample b, or token ``first`` of the packed sample."""
+    ptr += head * stride_h
+    if PACKED:
+        ptr += first.to(tl.int64) * stride_n
+    else:
+        ptr += b * stride_b
+    return ptr
 
 
 @triton.jit
@@ -99,8 +110,8 @@ def sum_keys_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    k_ptr += head * k_h + (first if PACKED else b) * (k_n if PACKED else k_b)
-    v_ptr += head * v_h + (first if PACKED else b) * (v_n if PACKED else v_b)
+    k_ptr = begin(k_ptr, b, head, first, k_b, k_h, k_n, PACKED)
+    v_ptr = begin(v_ptr, b, head, first, v_b, v_h, v_n, PACKED)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     in_d = d < D
 
@@ -127,8 +138,7 @@ def sum_keys_kernel(
         mass += tl.sum(features, 1)
 
     share_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (D * E + 2 * D)
-    every = tl.full((BLOCK_D,), 1, tl.int1) & in_d
-    put(share_ptr, d, E, e, E, every, total)
+    put(share_ptr, d, E, e, E, in_d, total)
     tl.store(share_ptr + D * E + d, mass, mask=in_d)
     tl.store(share_ptr + D * E + D + d, shift, mask=in_d)
 
@@ -196,10 +206,10 @@ def attend_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    q_ptr += head * q_h + (first if PACKED else b) * (q_n if PACKED else q_b)
-    k_ptr += kv_head * k_h + (first if PACKED else b) * (k_n if PACKED else k_b)
-    v_ptr += kv_head * v_h + (first if PACKED else b) * (v_n if PACKED else v_b)
-    out_ptr += head * out_h + (first if PACKED else b) * (out_n if PACKED else out_b)
+    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
+    k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
+    v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
+    out_ptr = begin(out_ptr, b, head, first, out_b, out_h, out_n, PACKED)
     den_ptr += (head * N + first) if PACKED else row_id * N
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     in_d = d < D

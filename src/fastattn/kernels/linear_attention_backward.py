@@ -5,6 +5,7 @@ import triton.language as tl
 
 from fastattn.kernels.linear_attention import (
     add_share,
+    begin,
     phi,
     put,
     query_features,
@@ -76,12 +77,12 @@ def grad_queries_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    q_ptr += head * q_h + (first if PACKED else b) * (q_n if PACKED else q_b)
-    k_ptr += kv_head * k_h + (first if PACKED else b) * (k_n if PACKED else k_b)
-    v_ptr += kv_head * v_h + (first if PACKED else b) * (v_n if PACKED else v_b)
-    out_ptr += head * out_h + (first if PACKED else b) * (out_n if PACKED else out_b)
-    dout_ptr += head * dout_h + (first if PACKED else b) * (dout_n if PACKED else dout_b)
-    dq_ptr += head * dq_h + (first if PACKED else b) * (dq_n if PACKED else dq_b)
+    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
+    k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
+    v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
+    out_ptr = begin(out_ptr, b, head, first, out_b, out_h, out_n, PACKED)
+    dout_ptr = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, PACKED)
+    dq_ptr = begin(dq_ptr, b, head, first, dq_b, dq_h, dq_n, PACKED)
     den_ptr += (head * N + first) if PACKED else row_id * N
     dden_ptr += (head * N + first) if PACKED else row_id * N
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -168,12 +169,12 @@ def grad_keys_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    k_ptr += head * k_h + (first if PACKED else b) * (k_n if PACKED else k_b)
-    v_ptr += head * v_h + (first if PACKED else b) * (v_n if PACKED else v_b)
-    dk_ptr += head * dk_h + (first if PACKED else b) * (dk_n if PACKED else dk_b)
-    dv_ptr += head * dv_h + (first if PACKED else b) * (dv_n if PACKED else dv_b)
-    q_ptr += (first if PACKED else b) * (q_n if PACKED else q_b)
-    dout_ptr += (first if PACKED else b) * (dout_n if PACKED else dout_b)
+    k_ptr = begin(k_ptr, b, head, first, k_b, k_h, k_n, PACKED)
+    v_ptr = begin(v_ptr, b, head, first, v_b, v_h, v_n, PACKED)
+    dk_ptr = begin(dk_ptr, b, head, first, dk_b, dk_h, dk_n, PACKED)
+    dv_ptr = begin(dv_ptr, b, head, first, dv_b, dv_h, dv_n, PACKED)
+    q_ptr = begin(q_ptr, b, 0, first, q_b, q_h, q_n, PACKED)  # of the first head
+    dout_ptr = begin(dout_ptr, b, 0, first, dout_b, dout_h, dout_n, PACKED)  # of the first head
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     in_d = d < D
     size = D * E + 2 * D

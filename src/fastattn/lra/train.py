@@ -123,8 +123,6 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        if self.trainer.sanity_checking:
-            return
         self.seconds += time.perf_counter() - self._began
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -147,8 +145,6 @@ class Classifier(lightning.LightningModule):
         return logits
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.sanity_checking:
-            return
         metrics = self.trainer.callback_metrics
         train_loss = torch.stack(self._losses).mean().item() if self._losses else float("nan")
         self._losses.clear()
