@@ -99,8 +99,8 @@ def linear_attention_calls() -> dict[str, Callable[[], object]]:
         ends = torch.tensor([0, 64], dtype=torch.int32) if packed else None
         start = (torch.zeros(b, 4, d, e), torch.zeros(b, 4, d)) if state else (None, None)
         options = (mask, ends, *start, feature_map, causal, True)
-        out, den, shares, *_ = path._forward(q, k, v, *options)
-        path._backward(out, *start, q, k, v, out, den, shares, *options)
+        out, kept, *_ = path._forward(q, k, v, *options)
+        path._backward(out, *start, q, k, v, out, kept, *options)
 
     calls = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

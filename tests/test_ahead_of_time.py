@@ -30,6 +30,7 @@ def test_linear_attention_compiles_for_every_generation():
     assert {f["kernel"] for f in found} == {
         "sum_keys_kernel",
         "attend_kernel",
+        "sum_queries_kernel",
         "grad_queries_kernel",
         "grad_keys_kernel",
     }

@@ -201,11 +201,11 @@ def test_the_registered_operators_pass_opcheck():
         torch.library.opcheck(
             torch.ops.fastattn.linear_attention_forward.default, forward, test_utils=tests
         )
-        out, den, shares, *_ = torch.ops.fastattn.linear_attention_forward(*forward)
+        out, kept, *_ = torch.ops.fastattn.linear_attention_forward(*forward)
         upstream = (torch.randn_like(out), *start)
         torch.library.opcheck(
             torch.ops.fastattn.linear_attention_backward.default,
-            (*upstream, q, k, v, out, den, shares, mask, None, *start, "elu", True, True),
+            (*upstream, q, k, v, out, kept, mask, None, *start, "elu", True, True),
             test_utils=tests,
         )
 

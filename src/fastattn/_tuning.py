@@ -28,12 +28,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
 def linear_attention_splits(rows: int, device: torch.device) -> int:
-    """Into how many splits each of ``rows`` sequences is cut to fill the chip twice.
+    """Into how many splits each of ``rows`` sequences is cut: two programs a multiprocessor.
 
     Never a function of the length: a length that was not seen before compiles nothing.
     """
-    return max(1, min(64, -(-2 * multiprocessors(device) // max(rows, 1))))
+    return max(1, min(64, 2 * multiprocessors(device) // max(rows, 1)))
 
 
 def linear_attention_values(d: int, dtype: torch.dtype) -> int:
@@ -49,20 +50,17 @@ def _block(width: int) -> int:
 def linear_attention(
     kernel: str, d: int, e: int, dtype: torch.dtype, causal: bool
 ) -> dict[str, int]:
-    """Tiles of a linear attention kernel: "sum_keys", "attend", "grad_queries", "grad_keys".
-
-    Chosen by compiling ahead of time for sm_90, and not yet timed on a GPU: in 16 bits nothing
-    spills at d = e = 16, 32 and 64; some wider tiles and causal float32 do.
-    """
+    """Tiles of a linear attention kernel: "sum_keys", "attend", "sum_queries", "grad_queries" or
+    "grad_keys"."""
     block_d, block_e = _block(d), _block(e)
     wide = block_d * block_e > 64 * 64
-    if kernel in ("sum_keys", "attend"):
-        tokens = 32 if kernel == "attend" and causal else 64
-        warps = 8 if wide else 4
-    elif causal or wide:
-        tokens, warps = 16, 8
-    else:
-        tokens, warps = (64, 4) if kernel == "grad_keys" else (32, 8)
+    tokens, warps, stages = 64, 4, 3
+    if wide:
+        tokens, warps, stages = 32, 8, 2
+    elif not causal and kernel == "attend":
+        tokens, warps, stages = 128, 8, 2
+    elif kernel == "sum_keys":
+        tokens = 128
     if dtype == torch.float32:  # exact products run outside the tensor cores, in registers
         tokens, warps = min(tokens, 16 if causal else 32), 8
     return {
@@ -70,18 +68,18 @@ def linear_attention(
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
         "num_warps": warps,
-        "num_stages": 2,
+        "num_stages": stages,
     }
 
 
-def dot_type(dtype: torch.dtype, feature_map: str) -> tuple[str, str]:
+def dot_type(dtype: torch.dtype, feature_map: str, backward: bool) -> tuple[str, str]:
     """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
 
-    float16 has no room for squares and exponentials: those go through tf32, which keeps as many
-    bits. float32 is exact.
+    float16 has no room for squares and exponentials, nor for features over denominators: those go
+    through tf32, which keeps as many bits. float32 is exact.
     """
     if dtype == torch.bfloat16:
         return "bfloat16", "tf32"
-    if dtype == torch.float16 and feature_map not in ("squared_relu", "exp"):
+    if dtype == torch.float16 and not backward and feature_map not in ("squared_relu", "exp"):
         return "float16", "tf32"
     return "float32", "ieee" if dtype == torch.float32 else "tf32"

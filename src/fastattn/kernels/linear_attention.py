@@ -10,18 +10,41 @@ attention is causal, a split sums the shares before it (in grad_keys: after it) 
 along its chunks. Features and denominators live in registers only.
 
 Letters: B batch or packed segment, H query heads, G query heads per key head, N tokens, D width of
-queries and keys, E width of values. A share is one row of floats: S (D, E), z (D), shift (D).
+queries and keys, E width of values. Strides are multiples of UNIT, so that the compiler knows how
+far loads are aligned; what the library allocates is laid out (B, N, H, width).
+
+S is kept transposed, [E, D], so that tiles of v and of the upstream gradient go from shared memory
+to the tensor cores as they are. A share is one row of floats: S (E, D), z (D), shift (D). A
+reduction over the tokens of a tile crosses warps and costs barriers: within a loop such sums are
+kept for each place of the tile, or are products with ones whose every row is the sum.
 """
+
+import inspect
 
 import triton
 import triton.language as tl
+
+SIZES = ("H", "HKV", "G", "N", "SHARES", "DSHARES")
+STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "dout") for i in "bhn")
+
+
+def launched(function):
+    """A kernel whose sizes and strides have fixed types and values that nobody looks at.
+
+    So there is one compiled variant for all of them.
+    """
+    names = [name for name in inspect.signature(function).parameters if name in SIZES + STRIDES]
+    for name in names:
+        function.__annotations__[name] = tl.int64 if name in STRIDES else tl.int32
+    return triton.jit(function, do_not_specialize=names)
 
 
 @triton.jit
 def phi(x, MAP: tl.constexpr):
     """The feature map; comparisons are written so that a NaN stays one."""
-    if MAP == "elu":
-        y = tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
+    if MAP == "elu":  # exp2 is one instruction
+        above = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        y = above + tl.exp2(tl.minimum(x, 0.0) * 1.4426950408889634)
     elif MAP == "relu":
         y = tl.where(x <= 0, 0.0, x)
     elif MAP == "squared_relu":
@@ -32,10 +55,16 @@ def phi(x, MAP: tl.constexpr):
 
 
 @triton.jit
+def steps(b, h, n, UNIT: tl.constexpr):
+    """Strides, as the compiler should know them: as multiples of UNIT."""
+    return b // UNIT * UNIT, h // UNIT * UNIT, n // UNIT * UNIT
+
+
+@triton.jit
 def span(cu_ptr, b, N, PACKED: tl.constexpr):
     """Where this program's sequence begins, and its split of the tokens: first, low, high.
 
-    Splits are cut at multiples of 64, of which every BLOCK_N is a divisor: the kernels of one call
+    Splits are cut at multiples of 128, of which every BLOCK_N is a divisor: the kernels of one call
     have tiles of their own, but must agree on the splits.
     """
     first = 0
@@ -43,7 +72,7 @@ def span(cu_ptr, b, N, PACKED: tl.constexpr):
     if PACKED:
         first = tl.load(cu_ptr + b)
         length = tl.load(cu_ptr + b + 1) - first
-    per_split = tl.cdiv(tl.cdiv(length, 64), tl.num_programs(1)) * 64
+    per_split = tl.cdiv(tl.cdiv(length, 128), tl.num_programs(1)) * 128
     low = tl.program_id(1) * per_split
     return first, low, tl.minimum(low + per_split, length)
 
@@ -51,33 +80,74 @@ def span(cu_ptr, b, N, PACKED: tl.constexpr):
 @triton.jit
 def begin(ptr, b, head, first, stride_b, stride_h, stride_n, PACKED: tl.constexpr):
     """Where a head of a sequence begins: sample b, or token ``first`` of the packed sample."""
-    ptr += head * stride_h
     if PACKED:
-        ptr += first.to(tl.int64) * stride_n
+        offset = first * stride_n
     else:
-        ptr += b * stride_b
-    return ptr
+        offset = b * stride_b
+    return ptr + offset + head * stride_h
 
 
 @triton.jit
-def tile(ptr, row, stride, column, WIDTH, keep):
-    """Rows of a tensor whose last dimension is contiguous: ``[row, column]``."""
-    at = (row.to(tl.int64) * stride)[:, None] + column[None, :]
-    return tl.load(ptr + at, mask=keep[:, None] & (column < WIDTH)[None, :], other=0.0)
+def inside(keep, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``[N, BLOCK]``, or ``[N, 1]`` where the block is full: rows that are kept, columns there."""
+    mask = keep[:, None]
+    if WIDTH != BLOCK:
+        mask = mask & (tl.arange(0, BLOCK) < WIDTH)[None, :]
+    return mask
 
 
 @triton.jit
-def tile_t(ptr, row, stride, column, WIDTH, keep):
-    """The same transposed: ``[column, row]``."""
-    at = (row.to(tl.int64) * stride)[None, :] + column[:, None]
-    return tl.load(ptr + at, mask=keep[None, :] & (column < WIDTH)[:, None], other=0.0)
+def places(ptr, start, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers ``[ROWS, BLOCK]`` from row ``start`` on: 64 bits to get there, 32 inside a tile."""
+    at = tl.arange(0, ROWS)[:, None] * stride.to(tl.int32) + tl.arange(0, BLOCK)[None, :]
+    return ptr + start * stride + at
 
 
 @triton.jit
-def put(ptr, row, stride, column, WIDTH, keep, value):
-    at = (row.to(tl.int64) * stride)[:, None] + column[None, :]
-    mask = keep[:, None] & (column < WIDTH)[None, :]
-    tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask=mask)
+def tile(ptr, start, stride, keep, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows from ``start`` on, zero where not kept."""
+    at = places(ptr, start, stride, keep.shape[0], BLOCK)
+    return tl.load(at, mask=inside(keep, WIDTH, BLOCK), other=0.0)
+
+
+@triton.jit
+def put(ptr, start, stride, keep, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store what :func:`tile` would load."""
+    at = places(ptr, start, stride, keep.shape[0], BLOCK)
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside(keep, WIDTH, BLOCK))
+
+
+@triton.jit
+def square(
+    ptr, STEP_E: tl.constexpr, STEP_D: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Pointers ``[E, D]`` into an S, and which of them exist."""
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    at = ptr + e[:, None] * STEP_E + d[None, :] * STEP_D
+    return at, (e < E)[:, None] & (d < D)[None, :]
+
+
+@triton.jit
+def count_rows(x, sums, PRECISION: tl.constexpr):
+    """Add the sum over the rows of x ``[N, D]`` to every row of ``sums`` ``[N, D]``."""
+    if x.dtype == tl.float32:
+        return sums + tl.sum(x, 0)[None, :]
+    ones = tl.full((sums.shape[0], x.shape[0]), 1.0, x.dtype)
+    return tl.dot(ones, x, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def weigh(x, sums, PRECISION: tl.constexpr):
+    """``[N]``: x ``[N, D]`` times z, which stands in every row of ``sums`` ``[M, D]``.
+
+    Two rows are used, for z and for what its rounding lost: so z counts in float32.
+    """
+    row = tl.arange(0, sums.shape[0])[:, None]
+    rounded = sums.to(x.dtype)
+    lost = (sums - rounded.to(tl.float32)).to(x.dtype)
+    pair = tl.where(row == 0, rounded, tl.where(row == 1, lost, tl.zeros_like(lost)))
+    return tl.sum(tl.dot(x, tl.trans(pair), input_precision=PRECISION), 1)
 
 
 @triton.jit
@@ -96,10 +166,126 @@ def rescale(old, new):
 
 
 @triton.jit
+def key_features(k, shift, keep, MAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """φ(k) ``[N, D]``, zero where a key is not kept; "exp" is scaled by exp(-shift)."""
+    real = inside(keep, D, BLOCK_D)
+    if MAP == "exp":
+        features = tl.exp(tl.where(real, k - shift[None, :], -float("inf")))
+    elif MAP == "elu":
+        features = tl.where(real, phi(k, MAP), 0.0)
+    else:  # what is not kept was loaded as 0, and stays 0
+        features = phi(k, MAP)
+    return features
+
+
+@triton.jit
+def query_features(q, shift, MAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """φ(q) ``[N, D]``; for "exp" scaled by exp(-top) per row, and top ``[N]``."""
+    in_d = (tl.arange(0, BLOCK_D) < D)[None, :]
+    top = tl.zeros((q.shape[0],), tl.float32)
+    if MAP == "exp":
+        logits = tl.where(in_d, q + shift[None, :], -float("inf"))
+        top = tl.max(logits, 1)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        features = tl.exp(logits - top[:, None])
+    elif MAP == "elu" and D != BLOCK_D:
+        features = tl.where(in_d, phi(q, MAP), 0.0)
+    else:
+        features = phi(q, MAP)
+    return features, top
+
+
+@triton.jit
+def add_shares(
+    ptr, count, total, mass, shift,
+    MAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Add ``count`` shares, in their order, to S ``[E, D]``, z and the shift."""
+    d = tl.arange(0, BLOCK_D)
+    for _ in tl.range(0, count, num_stages=3):
+        at, exists = square(ptr, D, 1, D, E, BLOCK_D, BLOCK_E)
+        part = tl.load(at, mask=exists, other=0.0)
+        part_mass = tl.load(ptr + D * E + d, mask=d < D, other=0.0)
+        if MAP == "exp":
+            part_shift = tl.load(ptr + D * E + D + d, mask=d < D, other=-float("inf"))
+            new = tl.maximum(shift, part_shift)
+            old_scale, part_scale = rescale(shift, new), rescale(part_shift, new)
+            total = total * old_scale[None, :] + part * part_scale[None, :]
+            mass = mass * old_scale + part_mass * part_scale
+            shift = new
+        else:
+            total += part
+            mass += part_mass
+        ptr += D * E + 2 * D
+    return total, mass, shift
+
+
+@triton.jit
+def starting_state(
+    kv_ptr, z_ptr, row, STATE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """S ``[E, D]`` and z ``[D]`` that a scan continues from, or zeros."""
+    if STATE:
+        d = tl.arange(0, BLOCK_D)
+        at, exists = square(kv_ptr + row * D * E, 1, E, D, E, BLOCK_D, BLOCK_E)
+        total = tl.load(at, mask=exists, other=0.0)
+        mass = tl.load(z_ptr + row * D + d, mask=d < D, other=0.0)
+    else:
+        total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
+        mass = tl.zeros((BLOCK_D,), tl.float32)
+    return total, mass
+
+
+@triton.jit
+def sums_before(
+    share_ptr, count, kv_ptr, z_ptr, row, STATE: tl.constexpr, MAP: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """S ``[E, D]``, z and shift over the starting state and the first ``count`` shares."""
+    total, mass = starting_state(kv_ptr, z_ptr, row, STATE, D, E, BLOCK_D, BLOCK_E)
+    shift = tl.full((BLOCK_D,), -float("inf"), tl.float32)
+    return add_shares(share_ptr, count, total, mass, shift, MAP, D, E, BLOCK_D, BLOCK_E)
+
+
+@triton.jit
+def rows_after(
+    share_ptr, shares, row_id, head, first, N,
+    D: tl.constexpr, E: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Behind all shares stands one number a query, (B, H, N): where those of a head begin."""
+    share_ptr += shares.to(tl.int64) * (D * E + 2 * D)
+    return share_ptr + ((head * N + first) if PACKED else row_id * N)
+
+
+@triton.jit
+def put_share(
+    ptr, total, mass, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    d = tl.arange(0, BLOCK_D)
+    at, exists = square(ptr, D, 1, D, E, BLOCK_D, BLOCK_E)
+    tl.store(at, total, mask=exists)
+    tl.store(ptr + D * E + d, mass, mask=d < D)
+
+
+@triton.jit
+def put_state(
+    kv_ptr, z_ptr, row, total, mass,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    at, exists = square(kv_ptr + row * D * E, 1, E, D, E, BLOCK_D, BLOCK_E)
+    tl.store(at, total, mask=exists)
+    tl.store(z_ptr + row * D + d, mass, mask=d < D)
+
+
+@launched
 def sum_keys_kernel(
     k_ptr, v_ptr, mask_ptr, cu_ptr, share_ptr,  # (B, HKV, N, D), (B, HKV, N, E), (B, N), ...
     k_b, k_h, k_n, v_b, v_h, v_n,
-    HKV, N, D, E,
+    HKV, N,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     MAP: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     DOT: tl.constexpr,
@@ -110,86 +296,93 @@ def sum_keys_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
+    k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
+    v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
     k_ptr = begin(k_ptr, b, head, first, k_b, k_h, k_n, PACKED)
     v_ptr = begin(v_ptr, b, head, first, v_b, v_h, v_n, PACKED)
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    in_d = d < D
 
-    total = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)  # [D, E]
-    mass = tl.zeros((BLOCK_D,), tl.float32)
+    total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     shift = tl.full((BLOCK_D,), -float("inf"), tl.float32)
     for start in range(low, high, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        keep = visible(mask_ptr, n, high, MASKED)
-        k_t = tile_t(k_ptr, n, k_n, d, D, keep).to(tl.float32)  # [D, N]
-        v = tile(v_ptr, n, v_n, e, E, keep)  # [N, E]
-        real = in_d[:, None] & keep[None, :]
+        keep = visible(mask_ptr, start + tl.arange(0, BLOCK_N), high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(tl.float32)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
         if MAP == "exp":
-            k_t = tl.where(real, k_t, -float("inf"))
-            new = tl.maximum(shift, tl.max(k_t, 1))
+            largest = tl.max(tl.where(inside(keep, D, BLOCK_D), k, -float("inf")), 0)
+            new = tl.maximum(shift, largest)
             scale = rescale(shift, new)
-            total *= scale[:, None]
-            mass *= scale
+            total *= scale[None, :]
+            sums *= scale[None, :]
             shift = new
-            features = tl.exp(k_t - tl.where(new == -float("inf"), 0.0, new)[:, None])
-        else:
-            features = tl.where(real, phi(k_t, MAP), 0.0)
-        total = tl.dot(features.to(DOT), v.to(DOT), total, input_precision=PRECISION)
-        mass += tl.sum(features, 1)
+        finite = tl.where(shift == -float("inf"), 0.0, shift)
+        features = key_features(k, finite, keep, MAP, D, BLOCK_D)
+        total = tl.dot(tl.trans(v), features.to(DOT), total, input_precision=PRECISION)
+        sums += features
 
     share_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (D * E + 2 * D)
-    put(share_ptr, d, E, e, E, in_d, total)
-    tl.store(share_ptr + D * E + d, mass, mask=in_d)
-    tl.store(share_ptr + D * E + D + d, shift, mask=in_d)
+    put_share(share_ptr, total, tl.sum(sums, 0), D, E, BLOCK_D, BLOCK_E)
+    d = tl.arange(0, BLOCK_D)
+    tl.store(share_ptr + D * E + D + d, shift, mask=d < D)
 
 
 @triton.jit
-def add_share(
-    ptr, total, mass, shift, D, E, d, e, MAP: tl.constexpr, TRANSPOSED: tl.constexpr
+def causal_chunks(
+    q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, den_ptr, q_n, k_n, v_n, out_n, low, high, total, mass,
+    CLEAN: tl.constexpr, MAP: tl.constexpr, MASKED: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Add one share to S ``[D, E]``, or transposed ``[E, D]``, to z and to the shift."""
-    every = d < D
-    if TRANSPOSED:
-        part = tile_t(ptr, d, E, e, E, every)  # [E, D]
-    else:
-        part = tile(ptr, d, E, e, E, every)  # [D, E]
-    part_mass = tl.load(ptr + D * E + d, mask=every, other=0.0)
-    if MAP == "exp":
-        part_shift = tl.load(ptr + D * E + D + d, mask=every, other=-float("inf"))
-        new = tl.maximum(shift, part_shift)
-        old_scale, part_scale = rescale(shift, new), rescale(part_shift, new)
-        if TRANSPOSED:
-            total = total * old_scale[None, :] + part * part_scale[None, :]
-        else:
-            total = total * old_scale[:, None] + part * part_scale[:, None]
-        mass = mass * old_scale + part_mass * part_scale
-        shift = new
-    else:
-        total += part
-        mass += part_mass
-    return total, mass, shift
+    """Walk the chunks of a split, from S and z before it; return S and z after it.
+
+    In a product a NaN or an infinity of v would reach earlier rows of its chunk (0 · NaN is NaN).
+    CLEAN keeps it out of the products and sets the rows that may see it to NaN.
+    """
+    shift = tl.zeros((BLOCK_D,), tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32) + mass[None, :]
+    i = tl.arange(0, BLOCK_N)
+    past = i[:, None] >= i[None, :]
+    for start in range(low, high, BLOCK_N):
+        n = start + i
+        keep = visible(mask_ptr, n, high, MASKED)
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(tl.float32)  # [N, D]
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(tl.float32)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E)  # [N, E]
+        if CLEAN:
+            wrong = tl.where(v.to(tl.float32) * 0.0 == 0.0, 0, 1)
+            v = tl.where(wrong == 0, v, 0.0)
+            reached = tl.max(tl.where(past, tl.max(wrong, 1)[None, :], 0), 1)
+        v = v.to(DOT)
+        features, _ = query_features(q, shift, MAP, D, BLOCK_D)
+        queries = features.to(DOT)
+        keys = key_features(k, shift, keep, MAP, D, BLOCK_D).to(DOT)
+        if NORMALIZE:
+            den = weigh(queries, sums, PRECISION)
+        sums = count_rows(keys, sums, PRECISION)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores = tl.where(past, scores, 0.0)
+        num = tl.dot(queries, tl.trans(total.to(DOT)), input_precision=PRECISION)  # earlier chunks
+        num = tl.dot(scores.to(DOT), v, num, input_precision=PRECISION)
+        if NORMALIZE:
+            den += tl.sum(scores, 1)
+            num = num / tl.where(den == 0, 1.0, den)[:, None]
+            tl.store(den_ptr + n, den, mask=n < high)
+        if CLEAN:
+            num = tl.where(reached[:, None] > 0, float("nan"), num)
+        put(out_ptr, start, out_n, n < high, num, E, BLOCK_E)
+        total = tl.dot(tl.trans(v), keys, total, input_precision=PRECISION)
+        if CLEAN:
+            total = tl.where(tl.max(reached, 0) > 0, float("nan"), total)
+    return total, tl.max(sums, 0)
 
 
-@triton.jit
-def query_features(q, shift, in_d, MAP: tl.constexpr):
-    """φ(q) ``[N, D]``; for "exp" scaled by exp(-top) per row, and top ``[N]``."""
-    top = tl.zeros((q.shape[0],), tl.float32)
-    if MAP == "exp":
-        logits = tl.where(in_d[None, :], q + shift[None, :], -float("inf"))
-        top = tl.max(logits, 1)
-        top = tl.where(top == -float("inf"), 0.0, top)
-        features = tl.exp(logits - top[:, None])
-    else:
-        features = tl.where(in_d[None, :], phi(q, MAP), 0.0)
-    return features, top
-
-
-@triton.jit
+@launched
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, share_ptr, out_ptr, den_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, share_ptr, out_ptr,
     start_kv_ptr, start_z_ptr, final_kv_ptr, final_z_ptr,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_h, out_n,
-    H, G, N, D, E, SHARES,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    H, G, N, SHARES,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     NORMALIZE: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -197,76 +390,66 @@ def attend_kernel(
 ):  # fmt: skip
     """One program answers one split of the queries of one head.
 
-    N is the number of queries; where attention is causal, of keys as well. The denominators go to
-    den_ptr (B, H, N) for the backward pass.
+    N is the number of queries; where attention is causal, of keys as well. The denominators go
+    behind the shares, (B, H, N), for the backward pass.
     """
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // H, row_id % H
     kv_head, kv_row = head // G, b * (H // G) + head // G
     first, low, high = span(cu_ptr, b, N, PACKED)
-    if MASKED:
-        mask_ptr += first if PACKED else b * N
+    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
+    out_n = H.to(tl.int64) * E
     q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
-    v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
-    out_ptr = begin(out_ptr, b, head, first, out_b, out_h, out_n, PACKED)
-    den_ptr += (head * N + first) if PACKED else row_id * N
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    in_d = d < D
+    out_ptr = begin(out_ptr, b, head, first, N * out_n, E, out_n, PACKED)
+    den_ptr = rows_after(
+        share_ptr, tl.num_programs(0) // G * SHARES, row_id, head, first, N, D, E, PACKED
+    )
+    share_ptr += kv_row * SHARES * (D * E + 2 * D)
+    count = tl.program_id(1) if CAUSAL else SHARES
+    total, mass, shift = sums_before(
+        share_ptr, count, start_kv_ptr, start_z_ptr, kv_row, STATE, MAP, D, E, BLOCK_D, BLOCK_E
+    )
 
-    total = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)  # [D, E]
-    mass = tl.zeros((BLOCK_D,), tl.float32)
-    shift = tl.full((BLOCK_D,), -float("inf"), tl.float32)
-    if STATE:
-        total = tile(start_kv_ptr + kv_row * D * E, d, E, e, E, in_d)
-        mass = tl.load(start_z_ptr + kv_row * D + d, mask=in_d, other=0.0)
-    size = D * E + 2 * D
-    share_ptr += kv_row * SHARES * size
-    for i in range(0, tl.program_id(1) if CAUSAL else SHARES):
-        total, mass, shift = add_share(
-            share_ptr + i * size, total, mass, shift, D, E, d, e, MAP, False
-        )
-
-    fixed = total.to(DOT)
-    for start in range(low, high, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = n < high
-        q = tile(q_ptr, n, q_n, d, D, inside).to(tl.float32)  # [N, D]
-        features, top = query_features(q, shift, in_d, MAP)
-        den = tl.sum(features * mass[None, :], 1)  # of earlier chunks
-        sharp = features.to(DOT)
-        if CAUSAL:
-            keep = visible(mask_ptr, n, high, MASKED)
-            k_t = tile_t(k_ptr, n, k_n, d, D, keep).to(tl.float32)  # [D, N]
-            wide = tl.where(in_d[:, None] & keep[None, :], phi(k_t, MAP), 0.0)
-            mass += tl.sum(wide, 1)
-            keys = wide.to(DOT)
-            v = tile(v_ptr, n, v_n, e, E, keep)  # [N, E]
-            probe = tl.sum(v.to(tl.float32) * 0.0)  # NaN if v holds a NaN or an infinity
-            v = tl.where(v.to(tl.float32) * 0.0 == 0.0, v, 0.0).to(DOT)
-            past = n[:, None] >= n[None, :]
-            scores = tl.where(past, tl.dot(sharp, keys, input_precision=PRECISION), 0.0)
-            den += tl.sum(scores, 1)
-            num = tl.dot(sharp, total.to(DOT), input_precision=PRECISION)  # earlier chunks
-            num = tl.dot(scores.to(DOT), v, num, input_precision=PRECISION)
-            total = tl.dot(keys, v, total, input_precision=PRECISION)
-            if probe != probe:  # in a product it would reach earlier rows: 0 · NaN is NaN
-                raw = tile(v_ptr, n, v_n, e, E, keep).to(tl.float32)
-                bad = tl.max(tl.where(raw * 0.0 == 0.0, 0, 1), 1)  # [N]
-                reached = tl.max(tl.where(past, bad[None, :], 0), 1) > 0
-                num = tl.where(reached[:, None], float("nan"), num)
-                total = total * float("nan")
-        else:
-            num = tl.dot(sharp, fixed, input_precision=PRECISION)
-        if NORMALIZE:
-            num = num / tl.where(den == 0, 1.0, den)[:, None]
-            tl.store(den_ptr + n, den, mask=inside)
-        elif MAP == "exp":  # in two halves: exp(top) alone overflows before the product does
-            half = tl.exp(tl.minimum(top / 2, 88.0))
-            num = num * half[:, None] * half[:, None]
-        put(out_ptr, n, out_n, e, E, inside, num)
-
-    if STATE:  # the last split holds the final state; of a key head, its first query head
-        if (tl.program_id(1) == tl.num_programs(1) - 1) & (head % G == 0):
-            put(final_kv_ptr + kv_row * D * E, d, E, e, E, in_d, total)
-            tl.store(final_z_ptr + kv_row * D + d, mass, mask=in_d)
+    if CAUSAL:
+        if MASKED:
+            mask_ptr += first if PACKED else b * N
+        k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
+        k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
+        v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
+        total, mass = causal_chunks(
+            q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, den_ptr, q_n, k_n, v_n, out_n, low, high,
+            total, mass, False, MAP, MASKED, NORMALIZE, PRECISION, D, E,
+            BLOCK_N, BLOCK_D, BLOCK_E, DOT,
+        )  # fmt: skip
+        damage = tl.sum(total * 0.0)  # NaN if a NaN or an infinity came in
+        if damage != damage:
+            total, mass, _ = sums_before(
+                share_ptr, count, start_kv_ptr, start_z_ptr, kv_row,
+                STATE, MAP, D, E, BLOCK_D, BLOCK_E,
+            )  # fmt: skip
+            total, mass = causal_chunks(
+                q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, den_ptr, q_n, k_n, v_n, out_n, low, high,
+                total, mass, True, MAP, MASKED, NORMALIZE, PRECISION, D, E,
+                BLOCK_N, BLOCK_D, BLOCK_E, DOT,
+            )  # fmt: skip
+        if STATE:  # the last split holds the final state; of a key head, its first query head
+            if (tl.program_id(1) == tl.num_programs(1) - 1) & (head % G == 0):
+                put_state(final_kv_ptr, final_z_ptr, kv_row, total, mass, D, E, BLOCK_D, BLOCK_E)
+    else:
+        weights = tl.trans(total.to(DOT))
+        sums = tl.zeros((16, BLOCK_D), tl.float32) + mass[None, :]
+        for start in range(low, high, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(tl.float32)  # [N, D]
+            features, top = query_features(q, shift, MAP, D, BLOCK_D)
+            queries = features.to(DOT)
+            num = tl.dot(queries, weights, input_precision=PRECISION)
+            if NORMALIZE:
+                den = weigh(queries, sums, PRECISION)
+                num = num / tl.where(den == 0, 1.0, den)[:, None]
+                tl.store(den_ptr + n, den, mask=n < high)
+            elif MAP == "exp":  # in two halves: exp(top) alone overflows before the product does
+                half = tl.exp(tl.minimum(top / 2, 88.0))
+                num = num * half[:, None] * half[:, None]
+            put(out_ptr, start, out_n, n < high, num, E, BLOCK_E)

@@ -1,255 +1,373 @@
-"""Linear attention, backward: ``grad_queries`` and ``grad_keys``, beside the forward kernels."""
+"""Linear attention, backward: three kernels beside the forward ones.
+
+    sum_queries    causal only, per split of the queries: this split's share of dS and dz
+    grad_queries   per split of the queries: dq; where not causal, the share of dS and dz as well
+    grad_keys      per split of the keys: dk and dv
+
+With g the upstream gradient of a row, f its features and den its denominator, the gradient of its
+numerator is g / den, and that of its denominator -g·out / den. All kernels therefore work with
+f / den, written ``queries``, with tiles of g as they are, and with ``slope`` = -g·out, one number a
+row. Where attention is not causal, g·out is (f / den)·(S g), and no output is read.
+"""
 
 import triton
 import triton.language as tl
 
 from fastattn.kernels.linear_attention import (
-    add_share,
+    add_shares,
     begin,
-    phi,
+    count_rows,
+    key_features,
+    launched,
     put,
+    put_share,
+    put_state,
     query_features,
+    rows_after,
     span,
+    starting_state,
+    steps,
+    sums_before,
     tile,
-    tile_t,
     visible,
 )
 
 
 @triton.jit
-def phi_slope(x, MAP: tl.constexpr):
-    """The derivative of the feature map."""
+def phi_slope(x, features, MAP: tl.constexpr):
+    """The derivative of the feature map, from its argument and its value."""
     if MAP == "elu":
-        y = tl.where(x > 0, 1.0, tl.exp(tl.where(x > 0, 0.0, x)))
+        y = tl.where(features > 1, 1.0, features)
     elif MAP == "relu":
         y = tl.where(x <= 0, 0.0, 1.0)
     elif MAP == "squared_relu":
         y = tl.where(x <= 0, 0.0, 2 * x)
+    elif MAP == "exp":
+        y = features
     else:
         y = tl.full(x.shape, 1.0, tl.float32)
     return y
 
 
 @triton.jit
-def key_features(k, shift, real, MAP: tl.constexpr):
-    """φ(k) ``[N, D]``, zero where a key is not real."""
-    if MAP == "exp":
-        features = tl.exp(tl.where(real, k - shift[None, :], -float("inf")))
-    else:
-        features = tl.where(real, phi(k, MAP), 0.0)
-    return features
-
-
-@triton.jit
-def upstream(dout, out, den, top, MAP: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Gradients of numerator ``[N, E]`` and denominator ``[N]``."""
-    dden = tl.zeros((dout.shape[0],), tl.float32)
-    dnum = dout
+def inverse(den_ptr, n, high, NORMALIZE: tl.constexpr):
+    """``[N]``: 1 over the denominators, and 1 where they are 0 or not used."""
     if NORMALIZE:
-        safe = tl.where(den == 0, 1.0, den)
-        dnum = dout / safe[:, None]
-        dden = tl.where(den == 0, 0.0, -tl.sum(dnum * out, 1))
-    elif MAP == "exp":
-        half = tl.exp(tl.minimum(top / 2, 88.0))
-        dnum = dout * half[:, None] * half[:, None]
-    return dnum, dden
+        den = tl.load(den_ptr + n, mask=n < high, other=1.0)
+        return 1.0 / tl.where(den == 0, 1.0, den)
+    return tl.full(n.shape, 1.0, tl.float32)
 
 
 @triton.jit
+def add_rows(x, weight, sums, PRECISION: tl.constexpr):
+    """Add the sum over the rows of x ``[N, D]``, each times its weight, to every row of ``sums``.
+
+    In two products, of the weight and of what its rounding lost.
+    """
+    if x.dtype == tl.float32:
+        return sums + tl.sum(x * weight[:, None], 0)[None, :]
+    rounded = weight.to(x.dtype)
+    lost = (weight - rounded.to(tl.float32)).to(x.dtype)
+    zeros = tl.zeros((sums.shape[0], 1), x.dtype)
+    sums = tl.dot(zeros + rounded[None, :], x, sums, input_precision=PRECISION)
+    return tl.dot(zeros + lost[None, :], x, sums, input_precision=PRECISION)
+
+
+@launched
+def sum_queries_kernel(
+    q_ptr, cu_ptr, out_ptr, share_ptr, dout_ptr, dshare_ptr,
+    q_b, q_h, q_n, dout_b, dout_h, dout_n,
+    H, G, N, SHARES,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    MAP: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """One split's share of dS and dz; behind all shares, the slopes (B, H, N)."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // H, row_id % H
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
+    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
+    out_n = H.to(tl.int64) * E
+    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
+    dout_ptr = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, PACKED)
+    out_ptr = begin(out_ptr, b, head, first, N * out_n, E, out_n, PACKED)
+    shares, dshares = tl.num_programs(0) // G * SHARES, tl.num_programs(0) * tl.num_programs(1)
+    den_ptr = rows_after(share_ptr, shares, row_id, head, first, N, D, E, PACKED)
+    slope_ptr = rows_after(dshare_ptr, dshares, row_id, head, first, N, D, E, PACKED)
+
+    shift = tl.zeros((BLOCK_D,), tl.float32)
+    dtotal = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
+    dsums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for start in range(low, high, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(tl.float32)  # [N, D]
+        dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E)  # [N, E]
+        features, _ = query_features(q, shift, MAP, D, BLOCK_D)
+        scaled = features * inverse(den_ptr, n, high, NORMALIZE)[:, None]
+        dtotal = tl.dot(tl.trans(dout.to(DOT)), scaled.to(DOT), dtotal, input_precision=PRECISION)
+        if NORMALIZE:
+            out = tile(out_ptr, start, out_n, n < high, E, BLOCK_E)
+            slope = -tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+            tl.store(slope_ptr + n, slope, mask=n < high)
+            dsums += scaled * slope[:, None]
+
+    dshare_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (D * E + 2 * D)
+    put_share(dshare_ptr, dtotal, tl.sum(dsums, 0), D, E, BLOCK_D, BLOCK_E)
+
+
+@launched
 def grad_queries_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, share_ptr, out_ptr, den_ptr, dout_ptr,
-    start_kv_ptr, start_z_ptr, dq_ptr, dden_ptr, dshare_ptr,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_h, out_n, dout_b, dout_h, dout_n,
-    dq_b, dq_h, dq_n,
-    H, G, N, D, E, SHARES,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, share_ptr, dout_ptr,
+    start_kv_ptr, start_z_ptr, dq_ptr, dshare_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
+    H, G, N, SHARES,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     NORMALIZE: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """dq of one split of the queries of one head, and the split's share of dS and dz.
-
-    S is kept transposed, [E, D]. The gradient of the denominators goes to dden_ptr (B, H, N).
-    """
+    """dq of one split of the queries of one head; where not causal, its share of dS and dz."""
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // H, row_id % H
     kv_head, kv_row = head // G, b * (H // G) + head // G
     first, low, high = span(cu_ptr, b, N, PACKED)
-    if MASKED:
-        mask_ptr += first if PACKED else b * N
+    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
+    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
+    dq_n = H.to(tl.int64) * D
     q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
-    v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
-    out_ptr = begin(out_ptr, b, head, first, out_b, out_h, out_n, PACKED)
     dout_ptr = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, PACKED)
-    dq_ptr = begin(dq_ptr, b, head, first, dq_b, dq_h, dq_n, PACKED)
-    den_ptr += (head * N + first) if PACKED else row_id * N
-    dden_ptr += (head * N + first) if PACKED else row_id * N
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    in_d = d < D
-
-    total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)  # [E, D]
-    mass = tl.zeros((BLOCK_D,), tl.float32)
-    shift = tl.full((BLOCK_D,), -float("inf"), tl.float32)
-    if STATE:
-        total = tile_t(start_kv_ptr + kv_row * D * E, d, E, e, E, in_d)
-        mass = tl.load(start_z_ptr + kv_row * D + d, mask=in_d, other=0.0)
+    dq_ptr = begin(dq_ptr, b, head, first, N * dq_n, D, dq_n, PACKED)
+    shares, dshares = tl.num_programs(0) // G * SHARES, tl.num_programs(0) * tl.num_programs(1)
+    den_ptr = rows_after(share_ptr, shares, row_id, head, first, N, D, E, PACKED)
     size = D * E + 2 * D
-    share_ptr += kv_row * SHARES * size
-    for i in range(0, tl.program_id(1) if CAUSAL else SHARES):
-        total, mass, shift = add_share(
-            share_ptr + i * size, total, mass, shift, D, E, d, e, MAP, True
-        )
 
-    dtotal = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)  # [D, E]
-    dmass = tl.zeros((BLOCK_D,), tl.float32)
-    fixed = total.to(DOT)
-    for start in range(low, high, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = n < high
-        q = tile(q_ptr, n, q_n, d, D, inside).to(tl.float32)  # [N, D]
-        features, top = query_features(q, shift, in_d, MAP)
-        out = tile(out_ptr, n, out_n, e, E, inside).to(tl.float32)  # [N, E]
-        dout = tile(dout_ptr, n, dout_n, e, E, inside).to(tl.float32)
-        den = tl.zeros((BLOCK_N,), tl.float32)
-        if NORMALIZE:
-            den = tl.load(den_ptr + n, mask=inside, other=0.0)
-        dnum, dden = upstream(dout, out, den, top, MAP, NORMALIZE)
-        tl.store(dden_ptr + n, dden, mask=inside)
-        dmass += tl.sum(features * dden[:, None], 0)
-        sharp, sharp_dnum = features.to(DOT), dnum.to(DOT)
-        dtotal = tl.dot(tl.trans(sharp), sharp_dnum, dtotal, input_precision=PRECISION)
-        if CAUSAL:
-            dfeatures = tl.dot(sharp_dnum, total.to(DOT), input_precision=PRECISION)
-            dfeatures += dden[:, None] * mass[None, :]  # of earlier chunks
+    count = tl.program_id(1) if CAUSAL else SHARES
+    total, mass, shift = sums_before(
+        share_ptr + kv_row * SHARES * size, count, start_kv_ptr, start_z_ptr, kv_row,
+        STATE, MAP, D, E, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
+    i = tl.arange(0, BLOCK_N)
+    if CAUSAL:
+        if MASKED:
+            mask_ptr += first if PACKED else b * N
+        slope_ptr = rows_after(dshare_ptr, dshares, row_id, head, first, N, D, E, PACKED)
+        k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
+        k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
+        v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
+        sums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32) + mass[None, :]  # z in every row
+        past = i[:, None] >= i[None, :]
+        for start in range(low, high, BLOCK_N):
+            n = start + i
             keep = visible(mask_ptr, n, high, MASKED)
-            k = tile(k_ptr, n, k_n, d, D, keep).to(tl.float32)  # [N, D]
-            wide = tl.where(keep[:, None] & in_d[None, :], phi(k, MAP), 0.0)
-            mass += tl.sum(wide, 0)
-            keys = wide.to(DOT)
-            v_t = tile_t(v_ptr, n, v_n, e, E, keep).to(DOT)  # [E, N]
-            dscores = tl.dot(sharp_dnum, v_t, input_precision=PRECISION) + dden[:, None]
-            dscores = tl.where(n[:, None] >= n[None, :], dscores, 0.0).to(DOT)
+            k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(tl.float32)  # [N, D]
+            v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+            dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
+            keys = key_features(k, shift, keep, MAP, D, BLOCK_D).to(DOT)
+            dscores = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            dfeatures = tl.dot(dout, total.to(DOT), input_precision=PRECISION)
+            if NORMALIZE:
+                slope = tl.load(slope_ptr + n, mask=n < high, other=0.0)
+                dscores += slope[:, None]
+                dfeatures += slope[:, None] * sums
+                sums = count_rows(keys, sums, PRECISION)
+            dscores = tl.where(past, dscores, 0.0).to(DOT)
             dfeatures = tl.dot(dscores, keys, dfeatures, input_precision=PRECISION)
-            total = tl.dot(v_t, keys, total, input_precision=PRECISION)
-        else:
-            dfeatures = tl.dot(sharp_dnum, fixed, input_precision=PRECISION)
-            dfeatures += dden[:, None] * mass[None, :]
-        # read again rather than kept: registers are scarcer than the first-level cache
-        q = tile(q_ptr, n, q_n, d, D, inside).to(tl.float32)
-        if MAP == "exp":
-            dq = dfeatures * query_features(q, shift, in_d, MAP)[0]
-        else:
-            dq = dfeatures * phi_slope(q, MAP)
-        put(dq_ptr, n, dq_n, d, D, inside, dq)
-
-    dshare_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * size
-    put(dshare_ptr, d, E, e, E, in_d, dtotal)
-    tl.store(dshare_ptr + D * E + d, dmass, mask=in_d)
+            total = tl.dot(tl.trans(v), keys, total, input_precision=PRECISION)
+            q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(tl.float32)  # [N, D]
+            features, _ = query_features(q, shift, MAP, D, BLOCK_D)
+            scale = inverse(den_ptr, n, high, NORMALIZE)
+            dq = dfeatures * scale[:, None] * phi_slope(q, features, MAP)
+            put(dq_ptr, start, dq_n, n < high, dq, D, BLOCK_D)
+    else:
+        weights = total.to(DOT)
+        dtotal = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
+        dsums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        for start in range(low, high, BLOCK_N):
+            n = start + i
+            q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(tl.float32)  # [N, D]
+            dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
+            features, top = query_features(q, shift, MAP, D, BLOCK_D)
+            scale = inverse(den_ptr, n, high, NORMALIZE)
+            if MAP == "exp" and not NORMALIZE:  # twice the half, as forward
+                scale = tl.exp(tl.minimum(top / 2, 88.0))
+            scaled = features * scale[:, None]
+            if MAP == "exp" and not NORMALIZE:
+                scaled *= scale[:, None]
+            dfeatures = tl.dot(dout, weights, input_precision=PRECISION)
+            if NORMALIZE:
+                slope = -tl.sum(scaled * dfeatures, 1)
+                dfeatures += slope[:, None] * mass[None, :]
+                dsums += scaled * slope[:, None]
+            dtotal = tl.dot(tl.trans(dout), scaled.to(DOT), dtotal, input_precision=PRECISION)
+            if MAP == "exp":
+                dq = dfeatures * scaled
+            else:
+                dq = dfeatures * scale[:, None] * phi_slope(q, features, MAP)
+            put(dq_ptr, start, dq_n, n < high, dq, D, BLOCK_D)
+        dshare_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * size
+        put_share(dshare_ptr, dtotal, tl.sum(dsums, 0), D, E, BLOCK_D, BLOCK_E)
 
 
 @triton.jit
+def weighted_queries(
+    q_ptr, dout_ptr, den_ptr, start, high, q_n, dout_n,
+    MAP: tl.constexpr, NORMALIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """φ(q) / den ``[N, D]`` and the upstream gradient ``[N, E]`` of one chunk."""
+    n = start + tl.arange(0, BLOCK_N)
+    q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(tl.float32)
+    dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)
+    features, _ = query_features(q, tl.zeros((BLOCK_D,), tl.float32), MAP, D, BLOCK_D)
+    return (features * inverse(den_ptr, n, high, NORMALIZE)[:, None]).to(DOT), dout
+
+
+@triton.jit
+def add_to_values(keys, queries, dout, dv, PRECISION: tl.constexpr):
+    """Add what the queries of one chunk give to dv."""
+    i = tl.arange(0, keys.shape[0])
+    scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # [key, query]
+    scores = tl.where(i[None, :] >= i[:, None], scores, 0.0).to(keys.dtype)
+    return tl.dot(scores, dout, dv, input_precision=PRECISION)
+
+
+@triton.jit
+def add_to_keys(
+    v, queries, dout, slope_ptr, start, high, dkeys, dtotal, dsums,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries of one chunk give to dφ(k), dS and dz."""
+    i = tl.arange(0, v.shape[0])
+    dscores = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [key, query]
+    if NORMALIZE:
+        slope = tl.load(slope_ptr + start + i, mask=start + i < high, other=0.0)
+        dscores += slope[None, :]
+        dsums = add_rows(queries, slope, dsums, PRECISION)
+    dscores = tl.where(i[None, :] >= i[:, None], dscores, 0.0).to(v.dtype)
+    dkeys = tl.dot(dscores, queries, dkeys, input_precision=PRECISION)
+    dtotal = tl.dot(tl.trans(dout), queries, dtotal, input_precision=PRECISION)
+    return dkeys, dtotal, dsums
+
+
+@launched
 def grad_keys_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, share_ptr, den_ptr, dden_ptr, dout_ptr, dshare_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, share_ptr, dout_ptr, dshare_ptr,
     dfinal_kv_ptr, dfinal_z_ptr, dk_ptr, dv_ptr, dstart_kv_ptr, dstart_z_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
-    dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    HKV, G, N, D, E, SHARES, DSHARES,
+    HKV, G, N, SHARES, DSHARES,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
-    NORMALIZE: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr, NORMALIZE: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one split of the keys of one key head, walked backwards.
 
-    N is the number of keys. dS is kept both ways, [D, E] and [E, D]: each is an operand.
+    N is the number of keys. The shares of dS have no shift.
     """
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // HKV, row_id % HKV
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
+    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
+    k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
+    v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
+    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
+    dk_n, dv_n = HKV.to(tl.int64) * D, HKV.to(tl.int64) * E
     k_ptr = begin(k_ptr, b, head, first, k_b, k_h, k_n, PACKED)
     v_ptr = begin(v_ptr, b, head, first, v_b, v_h, v_n, PACKED)
-    dk_ptr = begin(dk_ptr, b, head, first, dk_b, dk_h, dk_n, PACKED)
-    dv_ptr = begin(dv_ptr, b, head, first, dv_b, dv_h, dv_n, PACKED)
-    q_ptr = begin(q_ptr, b, 0, first, q_b, q_h, q_n, PACKED)  # of the first head
-    dout_ptr = begin(dout_ptr, b, 0, first, dout_b, dout_h, dout_n, PACKED)  # of the first head
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    in_d = d < D
+    dk_ptr = begin(dk_ptr, b, head, first, N * dk_n, D, dk_n, PACKED)
+    dv_ptr = begin(dv_ptr, b, head, first, N * dv_n, E, dv_n, PACKED)
+    q_ptr = begin(q_ptr, b, head * G, first, q_b, q_h, q_n, PACKED)  # its first query head
+    dout_ptr = begin(dout_ptr, b, head * G, first, dout_b, dout_h, dout_n, PACKED)
+    q_row, q_head = row_id * G, head * G  # likewise
+    den_ptr = rows_after(
+        share_ptr, tl.num_programs(0) * SHARES, q_row, q_head, first, N, D, E, PACKED
+    )
+    slope_ptr = rows_after(
+        dshare_ptr, tl.num_programs(0) * G * DSHARES, q_row, q_head, first, N, D, E, PACKED
+    )
     size = D * E + 2 * D
+    d = tl.arange(0, BLOCK_D)
 
-    shift = tl.full((BLOCK_D,), -float("inf"), tl.float32)
+    shift = tl.zeros((BLOCK_D,), tl.float32)
     if MAP == "exp":
-        for i in range(0, SHARES):
-            at = share_ptr + (row_id * SHARES + i) * size + D * E + D + d
-            shift = tl.maximum(shift, tl.load(at, mask=in_d, other=-float("inf")))
+        shift = tl.full((BLOCK_D,), -float("inf"), tl.float32)
+        for s in range(0, SHARES):
+            at = share_ptr + (row_id * SHARES + s) * size + D * E + D + d
+            shift = tl.maximum(shift, tl.load(at, mask=d < D, other=-float("inf")))
         shift = tl.where(shift == -float("inf"), 0.0, shift)
 
-    dtotal = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)  # [D, E]
-    dtotal_t = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)  # [E, D]
-    dmass = tl.zeros((BLOCK_D,), tl.float32)
-    if STATE:
-        dtotal = tile(dfinal_kv_ptr + row_id * D * E, d, E, e, E, in_d)
-        dtotal_t = tile_t(dfinal_kv_ptr + row_id * D * E, d, E, e, E, in_d)
-        dmass = tl.load(dfinal_z_ptr + row_id * D + d, mask=in_d, other=0.0)
+    dtotal, dmass = starting_state(
+        dfinal_kv_ptr, dfinal_z_ptr, row_id, STATE, D, E, BLOCK_D, BLOCK_E
+    )
+    skip = tl.program_id(1) + 1 if CAUSAL else 0
     for g in range(0, G):
-        heads = b * HKV * G + head * G + g
-        for i in range(tl.program_id(1) + 1 if CAUSAL else 0, DSHARES):
-            at = dshare_ptr + (heads * DSHARES + i) * size
-            dtotal += tile(at, d, E, e, E, in_d)
-            dtotal_t += tile_t(at, d, E, e, E, in_d)
-            dmass += tl.load(at + D * E + d, mask=in_d, other=0.0)
+        at = dshare_ptr + ((row_id * G + g) * DSHARES + skip) * size
+        dtotal, dmass, _ = add_shares(
+            at, DSHARES - skip, dtotal, dmass, dmass, "no shift", D, E, BLOCK_D, BLOCK_E
+        )
 
-    fixed, fixed_t = dtotal.to(DOT), dtotal_t.to(DOT)
+    weights = dtotal.to(DOT)
+    dsums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32) + dmass[None, :]  # dz in every row
+    i = tl.arange(0, BLOCK_N)
     chunks = tl.cdiv(high - low, BLOCK_N)
     for c in range(0, chunks):
-        n = low + (chunks - 1 - c) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = n < high
+        start = low + (chunks - 1 - c) * BLOCK_N
+        n = start + i
         keep = visible(mask_ptr, n, high, MASKED)
-        real = keep[:, None] & in_d[None, :]
-        k = tile(k_ptr, n, k_n, d, D, keep).to(tl.float32)  # [N, D]
-        keys = key_features(k, shift, real, MAP).to(DOT)
-        v = tile(v_ptr, n, v_n, e, E, keep).to(DOT)  # [N, E]
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(tl.float32)  # [N, D]
+        features = key_features(k, shift, keep, MAP, D, BLOCK_D)
+        keys = features.to(DOT)
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
         if CAUSAL:
-            dkeys = tl.dot(v, dtotal_t.to(DOT), input_precision=PRECISION) + dmass[None, :]
-            dv = tl.dot(keys, dtotal.to(DOT), input_precision=PRECISION)
-            later = n[None, :] >= n[:, None]  # [key, query]
-            for g in range(0, G):
-                q_head = head * G + g
-                q_at, dout_at = q_ptr + q_head * q_h, dout_ptr + q_head * dout_h
-                den_at = (q_head * N + first) if PACKED else (b * HKV * G + q_head) * N
-                q = tile(q_at, n, q_n, d, D, inside).to(tl.float32)  # [N, D]
-                queries = tl.where(inside[:, None] & in_d[None, :], phi(q, MAP), 0.0)
-                dden = tl.load(dden_ptr + den_at + n, mask=inside, other=0.0)
-                dmass += tl.sum(queries * dden[:, None], 0)
-                sharp = queries.to(DOT)
-                dnum = tile(dout_at, n, dout_n, e, E, inside).to(tl.float32)  # [N, E]
-                if NORMALIZE:
-                    den = tl.load(den_ptr + den_at + n, mask=inside, other=0.0)
-                    dnum = dnum / tl.where(den == 0, 1.0, den)[:, None]
-                sharp_dnum = dnum.to(DOT)
-                scores = tl.dot(keys, tl.trans(sharp), input_precision=PRECISION)
-                scores = tl.where(later, scores, 0.0).to(DOT)  # [key, query]
-                dv = tl.dot(scores, sharp_dnum, dv, input_precision=PRECISION)
-                dscores = tl.dot(v, tl.trans(sharp_dnum), input_precision=PRECISION)
-                dscores = tl.where(later, dscores + dden[None, :], 0.0).to(DOT)
-                dkeys = tl.dot(dscores, sharp, dkeys, input_precision=PRECISION)
-                dtotal = tl.dot(tl.trans(sharp), sharp_dnum, dtotal, input_precision=PRECISION)
-                dtotal_t = tl.dot(tl.trans(sharp_dnum), sharp, dtotal_t, input_precision=PRECISION)
-        else:
-            dkeys = tl.dot(v, fixed_t, input_precision=PRECISION) + dmass[None, :]
-            dv = tl.dot(keys, fixed, input_precision=PRECISION)
-        put(dv_ptr, n, dv_n, e, E, inside, tl.where(keep[:, None], dv, 0.0))
-        # read again rather than kept: registers are scarcer than the first-level cache
-        k = tile(k_ptr, n, k_n, d, D, keep).to(tl.float32)
-        if MAP == "exp":
-            dk = dkeys * key_features(k, shift, real, MAP)
-        else:
-            dk = tl.where(real, dkeys * phi_slope(k, MAP), 0.0)
-        put(dk_ptr, n, dk_n, d, D, inside, dk)
+            weights = dtotal.to(DOT)
+        dv = tl.dot(keys, tl.trans(weights), input_precision=PRECISION)
+        if CAUSAL:  # dv is finished before dk is begun: registers are scarce
+            if GROUPED:
+                for g in range(0, G):
+                    queries, dout = weighted_queries(
+                        q_ptr + g * q_h, dout_ptr + g * dout_h, den_ptr + g * N,
+                        start, high, q_n, dout_n,
+                        MAP, NORMALIZE, D, E, BLOCK_N, BLOCK_D, BLOCK_E, DOT,
+                    )  # fmt: skip
+                    dv = add_to_values(keys, queries, dout, dv, PRECISION)
+            else:
+                queries, dout = weighted_queries(
+                    q_ptr, dout_ptr, den_ptr, start, high, q_n, dout_n,
+                    MAP, NORMALIZE, D, E, BLOCK_N, BLOCK_D, BLOCK_E, DOT,
+                )  # fmt: skip
+                dv = add_to_values(keys, queries, dout, dv, PRECISION)
+        put(dv_ptr, start, dv_n, n < high, tl.where(keep[:, None], dv, 0.0), E, BLOCK_E)
+        dkeys = tl.dot(v, weights, dsums, input_precision=PRECISION)
+        if CAUSAL:
+            if GROUPED:
+                for g in range(0, G):
+                    queries, dout = weighted_queries(
+                        q_ptr + g * q_h, dout_ptr + g * dout_h, den_ptr + g * N,
+                        start, high, q_n, dout_n,
+                        MAP, NORMALIZE, D, E, BLOCK_N, BLOCK_D, BLOCK_E, DOT,
+                    )  # fmt: skip
+                    dkeys, dtotal, dsums = add_to_keys(
+                        v, queries, dout, slope_ptr + g * N, start, high,
+                        dkeys, dtotal, dsums, NORMALIZE, PRECISION,
+                    )  # fmt: skip
+            else:
+                dkeys, dtotal, dsums = add_to_keys(
+                    v, queries, dout, slope_ptr, start, high,
+                    dkeys, dtotal, dsums, NORMALIZE, PRECISION,
+                )  # fmt: skip
+        dk = tl.where(keep[:, None], dkeys * phi_slope(k, features, MAP), 0.0)
+        put(dk_ptr, start, dk_n, n < high, dk, D, BLOCK_D)
 
     if STATE:
         if tl.program_id(1) == 0:
-            put(dstart_kv_ptr + row_id * D * E, d, E, e, E, in_d, dtotal)
-            tl.store(dstart_z_ptr + row_id * D + d, dmass, mask=in_d)
+            put_state(
+                dstart_kv_ptr, dstart_z_ptr, row_id, dtotal, tl.max(dsums, 0),
+                D, E, BLOCK_D, BLOCK_E,
+            )  # fmt: skip

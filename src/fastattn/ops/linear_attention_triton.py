@@ -8,41 +8,44 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastattn import _tuning
+from fastattn import _autograd, _tuning
+from fastattn._launch import dense, heads_inside, launch, whole
 
 HAS_TRITON = find_spec("triton") is not None  # looked up, not imported
 
 _lib = torch.library.Library("fastattn", "FRAGMENT")
+# forward: out, kept; where there is a starting state, the final one as well: kv, z. What is kept
+# for the backward pass is one row of floats: the shares of S and z, then the denominators.
 _lib.define(
     "linear_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens, "
-    "Tensor? start_kv, Tensor? start_z, str feature_map, bool causal, bool normalize) "
-    "-> (Tensor out, Tensor den, Tensor shares, Tensor final_kv, Tensor final_z)"
+    "Tensor? start_kv, Tensor? start_z, str feature_map, bool causal, bool normalize) -> Tensor[]"
 )
+# backward: dq, dk, dv; where there is a starting state, its gradients as well.
 _lib.define(
     "linear_attention_backward(Tensor dout, Tensor? dfinal_kv, Tensor? dfinal_z, Tensor q, "
-    "Tensor k, Tensor v, Tensor out, Tensor den, Tensor shares, Tensor? mask, Tensor? cu_seqlens, "
-    "Tensor? start_kv, Tensor? start_z, str feature_map, bool causal, bool normalize) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dstart_kv, Tensor dstart_z)"
+    "Tensor k, Tensor v, Tensor out, Tensor kept, Tensor? mask, Tensor? cu_seqlens, "
+    "Tensor? start_kv, Tensor? start_z, str feature_map, bool causal, bool normalize) -> Tensor[]"
 )
 
 
 def refusal(q: Tensor, feature_map: str, causal: bool) -> str | None:
     """Why the kernels cannot run on these inputs, or None."""
+    device = q.device.type
     if not HAS_TRITON:
         return "triton is not installed"
-    if q.device.type == "cpu":
+    if device == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":
             return "the inputs are on the CPU, it needs CUDA"
         if q.dtype != torch.float32:
             return f"Triton's interpreter computes {q.dtype} products wrongly, it needs float32"
-    elif q.device.type != "cuda":
-        return f"the inputs are on {q.device.type}, it needs CUDA"
+    elif device != "cuda":
+        return f"the inputs are on {device}, it needs CUDA"
     if q.dtype == torch.float64:
         return "it has no float64"
     if feature_map == "exp" and causal:
@@ -62,10 +65,11 @@ def attend(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """:func:`fastattn.ops.linear_attention`, behind its door."""
-    options = (key_padding_mask, cu_seqlens, feature_map, causal, normalize)
+    options = (key_padding_mask, cu_seqlens, None, None, feature_map, causal, normalize)
     width = _tuning.linear_attention_values(q.shape[3], q.dtype)
-    parts = [_LinearAttention.apply(q, k, x, None, None, *options)[0] for x in v.split(width, -1)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    if v.shape[3] <= width:
+        return _run(q, k, v, *options)[0]
+    return torch.cat([_run(q, k, x, *options)[0] for x in v.split(width, -1)], -1)
 
 
 def scan(
@@ -85,140 +89,156 @@ def scan(
         z = k.new_zeros(b, h_kv, d, dtype=torch.float32)
     else:
         kv, z = state[0], state[1]
-    options = (key_padding_mask, None, feature_map, True, normalize)
+    options = (feature_map, True, normalize)
     width = _tuning.linear_attention_values(d, q.dtype)
+    if v.shape[3] <= width:
+        out, kv, z, _ = _run(q, k, v, key_padding_mask, None, kv, z, *options)
+        return out, (kv, z, None)
     outs, sums = [], []
     for values, columns in zip(v.split(width, -1), kv.split(width, -1), strict=True):
-        out, columns, mass, *_ = _LinearAttention.apply(q, k, values, columns, z, *options)
-        outs.append(out)
-        sums.append(columns)
-    return torch.cat(outs, -1), (torch.cat(sums, -1), mass, None)
+        found = _run(q, k, values, key_padding_mask, None, columns, z, *options)
+        outs.append(found[0])
+        sums.append(found[1])
+    return torch.cat(outs, -1), (torch.cat(sums, -1), found[2], None)
+
+
+def _run(*arguments: Any) -> tuple[Tensor, ...]:
+    """The arguments of the operator; out, then kv and z where there is a state, then kept."""
+    if torch.is_grad_enabled():
+        return _autograd.apply(_LinearAttention, *arguments)
+    return _LinearAttention.forward(*arguments)
 
 
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: Tensor | None,
-        z: Tensor | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        feature_map: str,
-        causal: bool,
-        normalize: bool,
-    ) -> Any:
-        out, den, shares, final_kv, final_z = torch.ops.fastattn.linear_attention_forward(
-            q, k, v, mask, cu_seqlens, kv, z, feature_map, causal, normalize
-        )
-        return out, final_kv, final_z, den, shares
+    def forward(*arguments: Any) -> Any:
+        out, kept, *state = torch.ops.fastattn.linear_attention_forward.default(*arguments)
+        return out, *state, kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, kv, z, mask, cu_seqlens, *ctx.options = inputs
-        out, _, _, den, shares = output
-        ctx.save_for_backward(q, k, v, out, den, shares, mask, cu_seqlens, kv, z)
-        ctx.mark_non_differentiable(den, shares)
+        q, k, v, mask, cu_seqlens, kv, z, *ctx.options = inputs
+        kept = output[-1]
+        ctx.save_for_backward(q, k, v, output[0], kept, mask, cu_seqlens, kv, z)
+        ctx.mark_non_differentiable(kept)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Any, dkv: Any, dz: Any, *unused: Any) -> Any:
-        q, k, v, out, den, shares, mask, cu_seqlens, kv, z = ctx.saved_tensors
-        if kv is not None:
-            dkv = torch.zeros_like(kv) if dkv is None else dkv
-            dz = torch.zeros_like(z) if dz is None else dz
-        dout = torch.zeros_like(out) if dout is None else dout
-        grads = torch.ops.fastattn.linear_attention_backward(
-            dout, dkv, dz, q, k, v, out, den, shares, mask, cu_seqlens, kv, z, *ctx.options
-        )
-        dq, dk, dv, dkv, dz = grads
-        return dq, dk, dv, *((None, None) if kv is None else (dkv, dz)), *(None,) * 5
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # the check costs something, and is needed under create_graph only
+        return (_backward_once if torch.is_grad_enabled() else _backward_pass)(ctx, *grads)
 
 
-def _heads_inside(x: Tensor, width: int) -> Tensor:
-    """New memory for ``(b, h, n, width)``, laid out (b, n, h, width): merging heads is a view."""
-    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], width).transpose(1, 2)
+def _backward_pass(ctx: Any, dout: Any, *dstate: Any) -> Any:
+    q, k, v, out, *kept, kv, z = ctx.saved_tensors
+    dkv = dz = None
+    if kv is not None:
+        dkv = torch.zeros_like(kv) if dstate[0] is None else dstate[0]
+        dz = torch.zeros_like(z) if dstate[1] is None else dstate[1]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, *dstate = torch.ops.fastattn.linear_attention_backward.default(
+        dout, dkv, dz, q, k, v, out, *kept, kv, z, *ctx.options
+    )
+    return dq, dk, dv, None, None, *(dstate or (None, None)), None, None, None
 
 
-def _rows(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    """How many sequences there are."""
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+_backward_once = once_differentiable(_backward_pass)
+
+
+class _Options(NamedTuple):
+    """Everything that decides which variant of a kernel runs."""
+
+    dtype: torch.dtype
+    d: int
+    e: int
+    feature_map: str
+    causal: bool
+    normalize: bool
+    masked: bool
+    packed: bool
+    grouped: bool
+    state: bool
+    unit: int
+
+
+def _constants(kernel: str, options: _Options) -> dict[str, Any]:
+    """All constants, by the names that the kernels have for them, and the tiles."""
+    import triton.language as tl
+
+    module, name = kernel.split(".")
+    backward = module == "linear_attention_backward"
+    dot, precision = _tuning.dot_type(options.dtype, options.feature_map, backward)
+    tiles = _tuning.linear_attention(name, options.d, options.e, options.dtype, options.causal)
+    return {
+        "UNIT": options.unit,
+        "D": options.d,
+        "E": options.e,
+        "MAP": options.feature_map,
+        "CAUSAL": options.causal,
+        "NORMALIZE": options.normalize,
+        "MASKED": options.masked,
+        "PACKED": options.packed,
+        "GROUPED": options.grouped,
+        "STATE": options.state,
+        "PRECISION": precision,
+        "DOT": getattr(tl, dot),
+        **tiles,
+    }
+
+
+def _geometry(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, cu_seqlens: Tensor | None, kv: Any, options: Any
+) -> tuple[int, int, int, _Options]:
+    """How many heads and key heads of how many sequences, splits of keys; the kernels' options.
+
+    Strides count as aligned if all are multiples of 8 elements.
+    """
+    b, h, _, d = q.shape
+    h_kv, e = k.shape[1], v.shape[3]
+    if cu_seqlens is not None:
+        b = cu_seqlens.shape[0] - 1
+    (q1, q2, q3, _), (k1, k2, k3, _), (v1, v2, v3, _) = q.stride(), k.stride(), v.stride()
+    unit = 1 if (q1 | q2 | q3 | k1 | k2 | k3 | v1 | v2 | v3) % 8 else 8
+    forms = (mask is not None, cu_seqlens is not None, h != h_kv, kv is not None, unit)
+    splits = _tuning.linear_attention_splits(b * h_kv, q.device)
+    return b * h, b * h_kv, splits, _Options(q.dtype, d, e, *options, *forms)
 
 
 def _forward_buffers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    start_kv: Tensor | None,
-    start_z: Tensor | None,
-    feature_map: str,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d, e, h_kv = k.shape[3], v.shape[3], k.shape[1]
-    b = _rows(q, cu_seqlens)
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-    splits = _tuning.linear_attention_splits(b * h_kv, q.device)
-    state: tuple[int, ...] = (q.shape[0], h_kv, d) if start_kv is not None else (0,)
-    return (
-        _heads_inside(q, e),
-        torch.empty(q.shape[:3] if normalize else (0,), **wide),
-        torch.empty(b * h_kv, splits, d * e + 2 * d, **wide),
-        torch.empty((*state, e) if start_kv is not None else (0,), **wide),
-        torch.empty(state, **wide),
-    )
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, kv: Any, normalize: bool
+) -> list[Tensor]:
+    b, h, n, d = q.shape
+    h_kv, e = k.shape[1], v.shape[3]
+    rows = h_kv * (b if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    kept = rows * _tuning.linear_attention_splits(rows, q.device) * (d * e + 2 * d)
+    if normalize:
+        kept = kept + b * h * n
+    buffers = [heads_inside(q, e), q.new_empty(kept, dtype=torch.float32)]
+    if kv is not None:
+        buffers.append(q.new_empty((b, h_kv, d, e), dtype=torch.float32))
+        buffers.append(q.new_empty((b, h_kv, d), dtype=torch.float32))
+    return buffers
 
 
-def _backward_buffers(q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None) -> tuple[Tensor, ...]:
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-    state: tuple[int, ...] = (*k.shape[:2], k.shape[3]) if kv is not None else (0,)
-    return (
-        _heads_inside(q, q.shape[3]),
-        _heads_inside(k, k.shape[3]),
-        _heads_inside(v, v.shape[3]),
-        torch.empty((*state, v.shape[3]) if kv is not None else (0,), **wide),
-        torch.empty(state, **wide),
-    )
+def _backward_buffers(q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None) -> list[Tensor]:
+    buffers = [heads_inside(x, x.shape[3]) for x in (q, k, v)]
+    if kv is not None:
+        buffers.append(q.new_empty(kv.shape, dtype=torch.float32))
+        buffers.append(q.new_empty(kv.shape[:3], dtype=torch.float32))
+    return buffers
 
 
 @torch.library.register_fake("fastattn::linear_attention_forward", lib=_lib)
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    return _forward_buffers(*arguments)
+def _(
+    q: Any, k: Any, v: Any, mask: Any, cu_seqlens: Any, kv: Any, z: Any, *options: Any
+) -> list[Tensor]:
+    return _forward_buffers(q, k, v, cu_seqlens, kv, options[2])
 
 
 @torch.library.register_fake("fastattn::linear_attention_backward", lib=_lib)
-def _(dout: Any, dkv: Any, dz: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Tensor, ...]:
-    return _backward_buffers(q, k, v, rest[5])
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The kernels need a contiguous last dimension; every other stride is theirs to follow."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(s for x in tensors for s in x.stride()[:3])
-
-
-def _options(
-    kernel: str, q: Tensor, v: Tensor, feature_map: str, causal: bool, mask: Any, cu_seqlens: Any
-) -> dict[str, Any]:
-    """The constants that all kernels have, and the tiles of this one."""
-    import triton.language as tl
-
-    dot, precision = _tuning.dot_type(q.dtype, feature_map)
-    return {
-        "MAP": feature_map,
-        "MASKED": mask is not None,
-        "PACKED": cu_seqlens is not None,
-        "PRECISION": precision,
-        "DOT": getattr(tl, dot),
-        **_tuning.linear_attention(kernel, q.shape[3], v.shape[3], q.dtype, causal),
-    }
+def _(dout: Any, dkv: Any, dz: Any, q: Any, k: Any, v: Any, *rest: Any) -> list[Tensor]:
+    return _backward_buffers(q, k, v, rest[4])
 
 
 def _forward(
@@ -229,40 +249,34 @@ def _forward(
     cu_seqlens: Tensor | None,
     start_kv: Tensor | None,
     start_z: Tensor | None,
-    feature_map: str,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, ...]:
-    from fastattn.kernels.linear_attention import attend_kernel, sum_keys_kernel
-
-    q, k, v = _dense(q), _dense(k), _dense(v)
-    buffers = _forward_buffers(
-        q, k, v, mask, cu_seqlens, start_kv, start_z, feature_map, causal, normalize
-    )
-    out, den, shares, final_kv, final_z = buffers
-    h, n, d = q.shape[1:]
-    h_kv, s = k.shape[1:3]
-    e, b, splits = v.shape[3], _rows(q, cu_seqlens), shares.shape[1]
-    if out.numel() == 0 and final_kv.numel() == 0:
+    *forms: Any,
+) -> list[Tensor]:
+    q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
+    start_kv, start_z = whole(start_kv), whole(start_z)
+    buffers = _forward_buffers(q, k, v, cu_seqlens, start_kv, forms[2])
+    out, kept, *final = buffers
+    if out.numel() == 0 and not final:
         return buffers
-    about = (q, v, feature_map, causal, mask, cu_seqlens)
-    sum_keys_kernel[(b * h_kv, splits)](
-        k, v, mask, cu_seqlens, shares, *_strides(k, v), h_kv, s, d, e,
-        **_options("sum_keys", *about),
-    )  # fmt: skip
-    state = start_kv is not None
-    start_kv, start_z = (None, None) if not state else (_c(start_kv), _c(start_z))
-    query_splits = splits if causal else _tuning.linear_attention_splits(b * h, q.device)
-    attend_kernel[(b * h, query_splits)](
-        q, k, v, mask, cu_seqlens, shares, out, den, start_kv, start_z, final_kv, final_z,
-        *_strides(q, k, v, out), h, h // h_kv, n, d, e, splits,
-        CAUSAL=causal, NORMALIZE=normalize, STATE=state, **_options("attend", *about),
+    final_kv, final_z = final or (None, None)
+    rows, kv_rows, splits, options = _geometry(q, k, v, mask, cu_seqlens, start_kv, forms)
+    h, n, h_kv = q.shape[1], q.shape[2], k.shape[1]
+    keys = (*k.stride()[:3], *v.stride()[:3])
+    launch(
+        "linear_attention.sum_keys",
+        (kv_rows, splits, 1),
+        (k, v, mask, cu_seqlens, kept, *keys, h_kv, k.shape[2]),
+        options,
+        _constants,
+    )
+    launch(
+        "linear_attention.attend",
+        (rows, splits if forms[1] else _tuning.linear_attention_splits(rows, q.device), 1),
+        (q, k, v, mask, cu_seqlens, kept, out, start_kv, start_z, final_kv, final_z,
+         *q.stride()[:3], *keys, h, h // h_kv, n, splits),
+        options,
+        _constants,
     )  # fmt: skip
     return buffers
-
-
-def _c(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _backward(
@@ -273,39 +287,54 @@ def _backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    den: Tensor,
-    shares: Tensor,
+    kept: Tensor,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     start_kv: Tensor | None,
     start_z: Tensor | None,
-    feature_map: str,
-    causal: bool,
-    normalize: bool,
-) -> tuple[Tensor, ...]:
-    from fastattn.kernels.linear_attention_backward import grad_keys_kernel, grad_queries_kernel
-
-    q, k, v, dout = _dense(q), _dense(k), _dense(v), _dense(dout)
+    *forms: Any,
+) -> list[Tensor]:
+    q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
+    start_kv, start_z, dout = whole(start_kv), whole(start_z), dense(dout)
     buffers = _backward_buffers(q, k, v, start_kv)
-    dq, dk, dv, dstart_kv, dstart_z = buffers
-    h, n, d = q.shape[1:]
-    h_kv, s = k.shape[1:3]
-    e, b, splits = v.shape[3], _rows(q, cu_seqlens), shares.shape[1]
-    about = (q, v, feature_map, causal, mask, cu_seqlens)
-    state = start_kv is not None
-    query_splits = splits if causal else _tuning.linear_attention_splits(b * h, q.device)
-    dden = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    dshares = torch.empty(b * h, query_splits, d * e + 2 * d, dtype=torch.float32, device=q.device)
-    forms = {"CAUSAL": causal, "NORMALIZE": normalize, "STATE": state}
-    grad_queries_kernel[(b * h, query_splits)](
-        q, k, v, mask, cu_seqlens, shares, out, den, dout, _c(start_kv), _c(start_z),
-        dq, dden, dshares, *_strides(q, k, v, out, dout, dq),
-        h, h // h_kv, n, d, e, splits, **forms, **_options("grad_queries", *about),
+    dq, dk, dv, *dstart = buffers
+    if dq.numel() + dk.numel() == 0 and not dstart:
+        return buffers
+    dstart_kv, dstart_z = dstart or (None, None)
+    rows, kv_rows, splits, options = _geometry(q, k, v, mask, cu_seqlens, start_kv, forms)
+    if any(s % 8 for s in dout.stride()[:3]):
+        options = options._replace(unit=1)
+    causal, normalize = forms[1:]
+    (b, h, n, d), h_kv = q.shape, k.shape[1]
+    g = h // h_kv
+    query_splits = splits if causal else _tuning.linear_attention_splits(rows, q.device)
+    size = rows * query_splits * (d * v.shape[3] + 2 * d)  # shares, then slopes
+    dshares = q.new_empty(size + b * h * n if causal and normalize else size, dtype=torch.float32)
+    queries, upstream = q.stride()[:3], dout.stride()[:3]
+    strides = (*queries, *k.stride()[:3], *v.stride()[:3], *upstream)
+    if causal:
+        launch(
+            "linear_attention_backward.sum_queries",
+            (rows, query_splits, 1),
+            (q, cu_seqlens, out, kept, dout, dshares, *queries, *upstream, h, g, n, splits),
+            options,
+            _constants,
+        )
+    launch(
+        "linear_attention_backward.grad_queries",
+        (rows, query_splits, 1),
+        (q, k, v, mask, cu_seqlens, kept, dout, start_kv, start_z, dq, dshares,
+         *strides, h, g, n, splits),
+        options,
+        _constants,
     )  # fmt: skip
-    grad_keys_kernel[(b * h_kv, splits)](
-        q, k, v, mask, cu_seqlens, shares, den, dden, dout, dshares, _c(dfinal_kv), _c(dfinal_z),
-        dk, dv, dstart_kv, dstart_z, *_strides(q, k, v, dout, dk, dv),
-        h_kv, h // h_kv, s, d, e, splits, query_splits, **forms, **_options("grad_keys", *about),
+    launch(
+        "linear_attention_backward.grad_keys",
+        (kv_rows, splits, 1),
+        (q, k, v, mask, cu_seqlens, kept, dout, dshares, whole(dfinal_kv), whole(dfinal_z),
+         dk, dv, dstart_kv, dstart_z, *strides, h_kv, g, k.shape[2], splits, query_splits),
+        options,
+        _constants,
     )  # fmt: skip
     return buffers
 

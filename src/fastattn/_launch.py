@@ -1,0 +1,88 @@
+"""Launch a Triton kernel without Triton's own dispatch, which costs more than a short kernel runs.
+
+Triton looks at every argument of every launch to find the variant that it compiled for them. Our
+kernels fix the types of sizes and strides and take tensors that start at multiples of 16 bytes, so
+the caller's options alone decide the variant: it is looked up by them, and launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_variants: dict[tuple[str, Hashable, int | None], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(
+    kernel: str,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    options: Hashable,
+    constants: Callable[[str, Any], dict[str, Any]],
+) -> None:
+    """Launch a kernel on the device of its first argument, on the current stream.
+
+    Args:
+        kernel: ``module.name``: the function ``{name}_kernel`` in ``fastattn.kernels.{module}``.
+        arguments: Its arguments up to its first constant.
+        options: Everything that dtypes, None arguments and constants are a function of.
+        constants: From kernel and options, the constants and Triton's own options (num_warps,
+            ...); called when no variant is known. Those that the kernel does not have are left out.
+    """
+    device = arguments[0].get_device()
+    variant = _variants.get((kernel, options, device))
+    if variant is None or (device >= 0 and device != torch.cuda.current_device()):
+        _first_launch(kernel, grid, arguments, options, constants)
+    else:
+        compiled, rest = variant
+        compiled[grid](*arguments, *rest)
+
+
+def _first_launch(
+    kernel: str,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    options: Hashable,
+    constants: Callable[[str, Any], dict[str, Any]],
+) -> None:
+    """Launch through Triton, which compiles, and remember the variant."""
+    device = arguments[0].get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, arguments, options, constants)
+    module, name = kernel.split(".")
+    function = getattr(import_module(f"fastattn.kernels.{module}"), f"{name}_kernel")
+    chosen = constants(kernel, options)
+    parameters = function.arg_names[len(arguments) :]
+    launch_options = {k: x for k, x in chosen.items() if k.startswith("num_")}
+    compiled = function[grid](*arguments, **{k: chosen[k] for k in parameters}, **launch_options)
+    if compiled is not None:  # None from the interpreter, and where launches are only recorded
+        _variants[kernel, options, device] = compiled, tuple(chosen[k] for k in parameters)
+    return None
+
+
+def dense(x: Tensor) -> Tensor:
+    """As kernels need it: last dimension contiguous, start aligned, rows less than 2^24 apart."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(-2) < 16777216:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def whole(x: Tensor | None) -> Tensor | None:
+    """Contiguous, and its start aligned."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def heads_inside(x: Tensor, width: int) -> Tensor:
+    """New memory for ``(b, h, n, width)``, laid out (b, n, h, width): merging heads is a view."""
+    b, h, n, _ = x.shape
+    step = h * width
+    return torch.empty_strided(
+        (b, h, n, width), (n * step, width, step, 1), dtype=x.dtype, device=x.device
+    )
