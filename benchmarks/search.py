@@ -42,7 +42,7 @@ def call(direction: str, q, k, v, options):
     if direction == "forward":
         return lambda: path._forward(q, k, v, *options)[:1]
     dout = torch.randn_like(out)
-    backward = (dout, None, None, q, k, v, out, kept, *options)
+    backward = (dout, None, None, q, k, v, out, kept, None, *options)
     return lambda: path._backward(*backward)[:3]
 
 
@@ -66,7 +66,7 @@ def inputs(options: argparse.Namespace, n: int) -> tuple:
     torch.manual_seed(0)
     shape, dtype = (options.b, n, options.h, options.d), getattr(torch, options.dtype)
     q, k, v = (torch.randn(shape, device="cuda").to(dtype).transpose(1, 2) for _ in range(3))
-    return q, k, v, (None, None, None, None, options.feature_map, options.causal, True)
+    return q, k, v, (None, None, None, None, None, options.feature_map, options.causal, True)
 
 
 def compile_one(options: argparse.Namespace, direction: str, kernel: str, candidate: dict) -> None:

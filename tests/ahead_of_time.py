@@ -97,10 +97,11 @@ def linear_attention_calls() -> dict[str, Callable[[], object]]:
         q, k, v = (torch.zeros(b, 64, 4, x, dtype=dtype).transpose(1, 2) for x in (d, d, e))
         mask = torch.zeros(b, 64, dtype=torch.bool) if masked else None
         ends = torch.tensor([0, 64], dtype=torch.int32) if packed else None
-        start = (torch.zeros(b, 4, d, e), torch.zeros(b, 4, d)) if state else (None, None)
+        shift = torch.zeros(b, 4, d) if state and feature_map == "exp" else None
+        start = (torch.zeros(b, 4, d, e), torch.zeros(b, 4, d), shift) if state else (None,) * 3
         options = (mask, ends, *start, feature_map, causal, True)
         out, kept, *_ = path._forward(q, k, v, *options)
-        path._backward(out, *start, q, k, v, out, kept, *options)
+        path._backward(out, *start[:2], q, k, v, out, kept, shift, *options)
 
     calls = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -112,7 +113,7 @@ def linear_attention_calls() -> dict[str, Callable[[], object]]:
                 name = f"{str(dtype)[6:]} d{d} e{e} {'causal' if causal else 'all'}"
                 calls[name] = lambda a=(d, e, dtype, "elu", causal): call(*a)
     for feature_map in ("relu", "squared_relu", "identity", "exp"):
-        for causal in (False, True)[: 1 if feature_map == "exp" else 2]:
+        for causal in (False, True):
             for dtype in (torch.bfloat16, torch.float16):
                 name = f"{str(dtype)[6:]} {feature_map} {'causal' if causal else 'all'}"
                 calls[name] = lambda a=(64, 64, dtype, feature_map, causal): call(*a)
@@ -120,6 +121,7 @@ def linear_attention_calls() -> dict[str, Callable[[], object]]:
     calls["bfloat16 packed masked"] = lambda: call(64, 64, bf16, "elu", False, True, True)
     calls["bfloat16 packed causal"] = lambda: call(64, 64, bf16, "elu", True, True, True)
     calls["bfloat16 state"] = lambda: call(64, 64, bf16, "elu", True, True, state=True)
+    calls["bfloat16 state exp"] = lambda: call(64, 64, bf16, "exp", True, True, state=True)
     return calls
 
 

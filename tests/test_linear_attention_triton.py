@@ -17,11 +17,8 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 kernels = partial(linear_attention, backend="triton")
 scan = partial(linear_attention_scan, backend="triton")
-EVERY_FORM = [
-    (feature_map, causal)
-    for feature_map, causal in itertools.product(FEATURE_MAPS, (False, True))
-    if not (feature_map == "exp" and causal)
-]
+EVERY_FORM = list(itertools.product(FEATURE_MAPS, (False, True)))
+SOME_FORMS = [("elu", False), ("elu", True), ("exp", False), ("exp", True)]
 
 CASES = (
     testing.AttentionCase("one-token", "empty splits", 1, 1, 1, 1, 1, 16, 16),
@@ -69,14 +66,14 @@ def test_cross_attention_is_as_accurate_as_the_definition(feature_map):
         compare(case, feature_map, key_padding_mask=mask)
 
 
-@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+@pytest.mark.parametrize(("feature_map", "causal"), SOME_FORMS)
 @pytest.mark.parametrize("place", ["left", "interior", "all"])
 def test_padding_is_as_accurate_as_the_definition(feature_map, causal, place):
     mask = testing.padding_masks(2, 77)[place].to(DEVICE)
     compare(CASES[1], feature_map, causal=causal, key_padding_mask=mask)
 
 
-@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+@pytest.mark.parametrize(("feature_map", "causal"), SOME_FORMS)
 def test_packed_sequences_are_as_accurate_as_the_definition(feature_map, causal):
     ends = torch.tensor([0, 0, 3, 66], dtype=torch.int32, device=DEVICE)
     mask = testing.padding_masks(1, 66)["interior"].to(DEVICE)
@@ -84,7 +81,7 @@ def test_packed_sequences_are_as_accurate_as_the_definition(feature_map, causal)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+@pytest.mark.parametrize(("feature_map", "causal"), SOME_FORMS)
 def test_normalize_can_be_set(feature_map, causal, normalize):
     compare(CASES[1], feature_map, causal=causal, normalize=normalize)
 
@@ -98,27 +95,81 @@ def test_exp_is_exact_where_exponentials_overflow():
     )
 
 
+def test_causal_exp_is_exact_to_the_rounding_of_its_exponents_where_they_overflow():
+    """A running maximum forward and another backward: their rounding does not cancel."""
+    q, k, v = (torch.randn(1, 1, 50, 8, device=DEVICE) for _ in range(3))
+    leaves = [100 * q, 100 * k, v]
+    largest = (leaves[0].abs().amax() + leaves[1].abs().amax()).item()
+    options = {"feature_map": "exp", "causal": True}
+    exact = testing.value_and_grads(
+        partial(linear_attention_reference, **options), [x.double() for x in leaves]
+    )
+    tried = testing.value_and_grads(partial(kernels, **options), leaves)
+    for got, want in zip(tried, exact, strict=True):
+        error = (got - want).norm() / want.norm()
+        assert error <= torch.finfo(torch.float32).eps * largest
+
+
 # The scan
 
 
-def test_any_split_gives_the_same_values_gradients_and_state():
+@pytest.mark.parametrize(
+    ("feature_map", "normalize"),
+    [("elu", True), ("elu", False), ("identity", False), ("exp", True), ("exp", False)],
+)
+def test_any_split_gives_the_same_values_gradients_and_state(feature_map, normalize):
     leaves = [torch.randn(1, h, 70, 8, device=DEVICE).requires_grad_() for h in (2, 1, 1)]
     mask = torch.rand(1, 70, device=DEVICE) < 0.3
+    mask[:, :3] = True  # a state that has seen nothing
     upstream = torch.randn(1, 2, 70, 8, device=DEVICE)
 
     def run(function, cuts):
         state, outs = None, []
         for a, b in itertools.pairwise(cuts):
             pieces = (x[:, :, a:b] for x in leaves)
-            out, state = function(*pieces, state, key_padding_mask=mask[:, a:b])
+            out, state = function(
+                *pieces,
+                state,
+                feature_map=feature_map,
+                normalize=normalize,
+                key_padding_mask=mask[:, a:b],
+            )
             outs.append(out)
         loss = (torch.cat(outs, 2) * upstream).sum() + state.kv.square().sum() + state.z.sum()
-        return [loss, *state[:2], *torch.autograd.grad(loss, leaves)]
+        return [loss, *(x for x in state if x is not None), *torch.autograd.grad(loss, leaves)]
 
     want = run(partial(linear_attention_scan, backend="torch"), [0, 70])
-    for cuts in ([0, 70], [0, 0, 33, 70], [0, 1, 2, 69, 70]):
+    for cuts in ([0, 70], [0, 2, 2, 33, 70], [0, 1, 2, 69, 70]):
         for got, expected in zip(run(scan, cuts), want, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "normalize"), [(x, None) for x in FEATURE_MAPS] + [("exp", False)]
+)
+@pytest.mark.parametrize("widths", [(8, 8), (20, 12), (1, 3), (128, 80)], ids=str)
+def test_a_step_without_gradients_equals_the_recurrence(feature_map, normalize, widths):
+    d, e = widths
+    for dtype in DTYPES:
+        shapes = (2, 4, d), (2, 2, d), (2, 2, e)
+        q, k, v = (torch.rand(b, 9, h, x, device=DEVICE).to(dtype) for b, h, x in shapes)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = testing.padding_masks(2, 9)["interior"].to(DEVICE)
+        options = {"feature_map": feature_map, "normalize": normalize}
+        outs, state = [], None
+        with torch.no_grad():
+            for i in range(9):
+                token = (x[:, :, i : i + 1] for x in (q, k, v))
+                out, state = scan(*token, state, key_padding_mask=mask[:, i : i + 1], **options)
+                outs.append(out)
+            want, after = linear_attention_scan(
+                q, k, v, key_padding_mask=mask, backend="reference", **options
+            )
+        tolerance = {"rtol": 2e-5 if dtype == torch.float32 else 2e-2, "atol": 1e-5}
+        torch.testing.assert_close(torch.cat(outs, 2), want, **tolerance)
+        for got, expected in zip(state, after, strict=True):
+            if expected is not None:
+                torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-5)
 
 
 # Causality and padding
@@ -126,12 +177,13 @@ def test_any_split_gives_the_same_values_gradients_and_state():
 
 @pytest.mark.parametrize("what", [1e4, float("inf"), float("nan")], ids=str)
 @pytest.mark.parametrize("at", [1, 40, 64])
-def test_a_token_changes_no_earlier_output(at, what):
+@pytest.mark.parametrize("feature_map", ["elu", "exp"])
+def test_a_token_changes_no_earlier_output(feature_map, at, what):
     q, k, v = (torch.randn(1, 1, 70, 8, device=DEVICE) for _ in range(3))
-    before = kernels(q, k, v, causal=True)
+    before = kernels(q, k, v, causal=True, feature_map=feature_map)
     for x in (q, k, v):
         x[:, :, at:] = what
-    after = kernels(q, k, v, causal=True)
+    after = kernels(q, k, v, causal=True, feature_map=feature_map)
     assert torch.equal(before[:, :, :at], after[:, :, :at])
     if what != what:
         assert after[:, :, at:].isnan().all()
@@ -145,7 +197,7 @@ def test_a_nan_is_not_swallowed(feature_map):
         assert kernels(*leaves, feature_map=feature_map)[0, 0, 5].isnan().all()
 
 
-@pytest.mark.parametrize(("feature_map", "causal"), [*EVERY_FORM[:2], ("exp", False)])
+@pytest.mark.parametrize(("feature_map", "causal"), SOME_FORMS)
 def test_what_stands_in_padding_changes_nothing(feature_map, causal):
     case = CASES[1]
     q, k, v = inputs(case, feature_map)
@@ -194,18 +246,18 @@ def test_the_registered_operators_pass_opcheck():
     from fastattn.ops import linear_attention_triton  # noqa: F401
 
     q, k, v = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
-    state = torch.randn(1, 2, 8, 8, device=DEVICE), torch.rand(1, 2, 8, device=DEVICE)
+    state = *(torch.rand(1, 2, *x, device=DEVICE) for x in ((8, 8), (8,))), None
     tests = ("test_schema", "test_faketensor")
-    for mask, start in ((None, (None, None)), (torch.rand(1, 20, device=DEVICE) < 0.3, state)):
+    for mask, start in ((None, (None,) * 3), (torch.rand(1, 20, device=DEVICE) < 0.3, state)):
         forward = (q, k, v, mask, None, *start, "elu", True, True)
         torch.library.opcheck(
             torch.ops.fastattn.linear_attention_forward.default, forward, test_utils=tests
         )
         out, kept, *_ = torch.ops.fastattn.linear_attention_forward(*forward)
-        upstream = (torch.randn_like(out), *start)
+        upstream = (torch.randn_like(out), *start[:2])
         torch.library.opcheck(
             torch.ops.fastattn.linear_attention_backward.default,
-            (*upstream, q, k, v, out, kept, mask, None, *start, "elu", True, True),
+            (*upstream, q, k, v, out, kept, None, mask, None, *start, "elu", True, True),
             test_utils=tests,
         )
 
@@ -239,8 +291,6 @@ def test_a_second_derivative_raises_and_func_grad_works():
 @pytest.mark.skipif(ON_GPU, reason="about machines without a GPU")
 def test_what_the_kernels_cannot_do_says_why(monkeypatch):
     q = torch.randn(1, 1, 5, 8)
-    with pytest.raises(ValueError, match="it has no causal exp"):
-        kernels(q, q, q, feature_map="exp", causal=True)
     with pytest.raises(ValueError, match="needs float32"):
         kernels(*(q.bfloat16(),) * 3)
     monkeypatch.delenv("TRITON_INTERPRET")

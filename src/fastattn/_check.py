@@ -48,6 +48,33 @@ def check_same(**named: Tensor) -> None:
             )
 
 
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Require ``(b, h, n, d)``, ``(b, h_kv, s, d)`` and ``(b, h_kv, s, e)``, alike, with grouped
+    heads and widths from 1 to 256.
+
+    What fits is seen in one expression, since this is in the way of every call; what does not is
+    explained by the checks of its parts, which raise.
+    """
+    if (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype.is_floating_point
+        and q.device == k.device == v.device
+        and q.shape[0] == k.shape[0] == v.shape[0]
+        and k.shape[1] == v.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+        and k.shape[2] == v.shape[2]
+        and 1 <= q.shape[3] == k.shape[3] <= 256
+        and 1 <= v.shape[3] <= 256
+    ):
+        return
+    size = check_shapes(q=(q, "b h n d"), k=(k, "b h_kv s d"), v=(v, "b h_kv s e"))
+    check_same(q=q, k=k, v=v)
+    check_grouped_heads(size["h"], size["h_kv"])
+    check_width("q", size["d"])
+    check_width("v", size["e"])
+
+
 def check_option(name: str, value: object, options: tuple[str, ...]) -> None:
     """Require one of the listed words.
 

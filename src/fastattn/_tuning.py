@@ -72,6 +72,29 @@ def linear_attention(
     }
 
 
+def linear_attention_exp(kernel: str, d: int, e: int) -> dict[str, int]:
+    """Tiles of a causal "exp" kernel: a chunk of c tokens costs c exponentials a feature."""
+    return {
+        "BLOCK_N": 32 if kernel == "sum_queries" else 16,
+        "BLOCK_D": _block(d),
+        "BLOCK_E": _block(e),
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+
+
+@cache
+def linear_attention_step(d: int, e: int) -> dict[str, int]:
+    """Tiles of a decoding step: at most 4096 elements of the state a program."""
+    block_d = _block(d)
+    return {
+        "BLOCK_D": block_d,
+        "BLOCK_E": min(_block(e), max(16, 4096 // block_d)),
+        "num_warps": 4,
+        "num_stages": 1,
+    }
+
+
 def dot_type(dtype: torch.dtype, feature_map: str, backward: bool) -> tuple[str, str]:
     """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
 

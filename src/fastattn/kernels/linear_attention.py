@@ -119,12 +119,12 @@ def put(ptr, start, stride, keep, value, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def square(
-    ptr, STEP_E: tl.constexpr, STEP_D: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    start, STEP_E: tl.constexpr, STEP_D: tl.constexpr,
+    D, E, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Pointers ``[E, D]`` into an S, and which of them exist."""
+    """Where the elements ``[E, D]`` of an S that begins at ``start`` are, and which exist."""
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    at = ptr + e[:, None] * STEP_E + d[None, :] * STEP_D
+    at = start + e[:, None] * STEP_E + d[None, :] * STEP_D
     return at, (e < E)[:, None] & (d < D)[None, :]
 
 
@@ -252,11 +252,11 @@ def sums_before(
 @triton.jit
 def rows_after(
     share_ptr, shares, row_id, head, first, N,
-    D: tl.constexpr, E: tl.constexpr, PACKED: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr = 1,
 ):  # fmt: skip
-    """Behind all shares stands one number a query, (B, H, N): where those of a head begin."""
+    """Behind all shares stand EACH numbers a query, (B, H, N, EACH): where a head's begin."""
     share_ptr += shares.to(tl.int64) * (D * E + 2 * D)
-    return share_ptr + ((head * N + first) if PACKED else row_id * N)
+    return share_ptr + EACH * ((head * N + first) if PACKED else row_id * N)
 
 
 @triton.jit

@@ -23,8 +23,8 @@ from fastattn.ops.linear_attention_torch import divide, finite, phi, segment_ids
 
 FEATURE_MAPS = ("elu", "relu", "squared_relu", "exp", "identity")
 BACKENDS = {
-    "linear_attention": ("torch", "triton", "reference"),
-    "linear_attention_scan": ("torch", "triton", "reference"),
+    "linear_attention": ("triton", "torch", "reference"),
+    "linear_attention_scan": ("triton", "torch", "reference"),
 }
 
 
@@ -68,8 +68,8 @@ def linear_attention(
             weights have signs. A row whose weights are all zero gives zeros.
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
-        backend: "torch", "triton" (no second derivative), "reference" (quadratic), or None for
-            the first that can run; "triton" must be named for now.
+        backend: "triton" (CUDA, no float64, no second derivative), "torch", "reference"
+            (quadratic), or None for the first that can run.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v. Sums are in float32, or float64 for float64 inputs.
@@ -89,8 +89,7 @@ def linear_attention(
     if cu_seqlens is not None:
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
 
-    refusal = triton_path.refusal(q, feature_map, causal)
-    run = select("linear_attention", backend, torch=None, triton=refusal, reference=None)
+    run = select("linear_attention", backend, **_candidates(q))
     paths: dict[str, Callable[..., Tensor]] = {
         "torch": torch_path.attend,
         "triton": triton_path.attend,
@@ -133,8 +132,8 @@ def linear_attention_scan(
         feature_map: As in :func:`linear_attention`; must stay the same along a sequence.
         key_padding_mask: ``(b, n)`` bool, True = ignore.
         normalize: As in :func:`linear_attention`.
-        backend: "torch", "triton", "reference" (token by token), or None for the first that can
-            run.
+        backend: "triton" (CUDA; one kernel for one token without gradients), "torch",
+            "reference" (token by token), or None for the first that can run.
 
     Returns:
         The outputs ``(b, h, n, e)`` in the dtype of v, and the state after the last token.
@@ -152,8 +151,7 @@ def linear_attention_scan(
         )
     if state is not None:
         _check_state(state, k, v, feature_map)
-    refusal = triton_path.refusal(q, feature_map, causal=True)
-    run = select("linear_attention_scan", backend, torch=None, triton=refusal, reference=None)
+    run = select("linear_attention_scan", backend, **_candidates(q))
     paths: dict[str, Callable[..., Any]] = {
         "torch": torch_path.scan,
         "triton": triton_path.scan,
@@ -257,6 +255,14 @@ def linear_attention_scan_reference(
     return out.to(v.dtype), LinearState(kv, z, shift)
 
 
+def _candidates(q: Tensor) -> dict[str, str | None]:
+    """Why each backend refuses, in the order of preference; on a CPU, Triton is interpreted."""
+    refusal = triton_path.refusal(q)
+    if q.device.type == "cpu":
+        return {"torch": None, "triton": refusal, "reference": None}
+    return {"triton": refusal, "torch": None, "reference": None}
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # asking for meta raises
@@ -267,7 +273,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_full_precision(device: str) -> AbstractContextManager[None]:
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _check_inputs(
@@ -279,14 +287,10 @@ def _check_inputs(
     normalize: bool | None,
 ) -> bool:
     """Check what the ops share; return whether to normalise."""
-    size = _check.check_shapes(q=(q, "b h n d"), k=(k, "b h_kv s d"), v=(v, "b h_kv s e"))
-    _check.check_same(q=q, k=k, v=v)
-    _check.check_grouped_heads(size["h"], size["h_kv"])
-    _check.check_width("q", size["d"])
-    _check.check_width("v", size["e"])
+    _check.check_qkv(q, k, v)
     _check.check_option("feature_map", feature_map, FEATURE_MAPS)
     if key_padding_mask is not None:
-        _check.check_key_padding_mask(key_padding_mask, size["b"], size["s"], q.device)
+        _check.check_key_padding_mask(key_padding_mask, q.shape[0], k.shape[2], q.device)
     return feature_map != "identity" if normalize is None else normalize
 
 
