@@ -13,7 +13,7 @@ row. Where attention is not causal, g·out is (f / den)·(S g), and no output is
 import triton
 import triton.language as tl
 
-from fastattn.kernels.linear_attention import (
+from fastattn.kernels.linear_attention_parts import (
     add_shares,
     begin,
     count_rows,

@@ -8,13 +8,13 @@ of a row: top, the largest of its sums q + k, and its denominator, scaled by exp
 the gradient of S runs the other way, scaled by a running maximum of q - top. So no argument of an
 exponential is above zero.
 
-``sum_keys`` is that of the other feature maps; letters and layouts are those of linear_attention.
+``sum_keys`` is that of the other feature maps; letters and layouts: ``linear_attention_parts``.
 """
 
 import triton
 import triton.language as tl
 
-from fastattn.kernels.linear_attention import (
+from fastattn.kernels.linear_attention_parts import (
     add_shares,
     begin,
     inside,

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from fastattn.kernels.linear_attention import launched, phi, rescale, square
+from fastattn.kernels.linear_attention_parts import launched, phi, rescale, square
 
 
 @launched

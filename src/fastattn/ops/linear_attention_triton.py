@@ -216,9 +216,13 @@ def _geometry(
         b = cu_seqlens.shape[0] - 1
     (q1, q2, q3, _), (k1, k2, k3, _), (v1, v2, v3, _) = q.stride(), k.stride(), v.stride()
     unit = 1 if (q1 | q2 | q3 | k1 | k2 | k3 | v1 | v2 | v3) % 8 else 8
-    forms = (mask is not None, cu_seqlens is not None, h != h_kv, kv is not None, unit)
+    masked, packed, grouped = mask is not None, cu_seqlens is not None, h != h_kv
+    feature_map, causal, normalize = options
     splits = _tuning.linear_attention_splits(b * h_kv, q.device)
-    return b * h, b * h_kv, splits, _Options(q.dtype, d, e, *options, *forms)
+    chosen = _Options(
+        q.dtype, d, e, feature_map, causal, normalize, masked, packed, grouped, kv is not None, unit
+    )
+    return b * h, b * h_kv, splits, chosen
 
 
 def _forward_buffers(
@@ -293,7 +297,7 @@ def _forward(
     launch(
         "linear_attention_exp.attend" if exp else "linear_attention.attend",
         (rows, splits if causal else _tuning.linear_attention_splits(rows, q.device), 1),
-        (q, k, v, mask, cu_seqlens, kept, out, *start[:states], *(final or [None] * states),
+        (q, k, v, mask, cu_seqlens, kept, out, *start[:states], *(final or (None,) * states),
          *q.stride()[:3], *keys, h, h // h_kv, n, splits),
         options,
         _constants,
