@@ -17,7 +17,8 @@ def test_json_has_versions_devices_and_backends(capsys):
     assert found["torch"] == torch.__version__
     assert len(found["gpus"]) == torch.cuda.device_count()
     backends = found["backends, the first runs"]
-    assert backends["linear_attention"].startswith("torch")
+    first = "triton" if torch.cuda.is_available() else "torch"
+    assert backends["linear_attention"].startswith(first)
 
 
 def test_text_is_one_line_an_entry_and_names_the_variables():

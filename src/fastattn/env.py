@@ -18,6 +18,7 @@ from fastattn.ops.linear_attention import BACKENDS
 
 def report() -> dict[str, Any]:
     """Versions, devices and, for every op, the backends it has here; plain data, for JSON."""
+    gpu = torch.cuda.is_available()  # without one, Triton is interpreted, and must be named
     return {
         "fastattn": fastattn.__version__,
         "python": platform.python_version(),
@@ -32,7 +33,10 @@ def report() -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if name.startswith(("FASTATTN_", "TRITON_")) or name == "CUDA_VISIBLE_DEVICES"
         },
-        "backends, the first runs": {op: ", ".join(names) for op, names in BACKENDS.items()},
+        "backends, the first runs": {
+            op: ", ".join(sorted(names, key=lambda name: name == "triton" and not gpu))
+            for op, names in BACKENDS.items()
+        },
     }
 
 
