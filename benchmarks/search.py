@@ -24,15 +24,20 @@ import torch
 from fastattn import _launch, _tuning
 from fastattn.ops import linear_attention_triton as path
 
-KERNELS = {
-    "forward": ("sum_keys", "attend"),
-    "backward": ("sum_queries", "grad_queries", "grad_keys"),
-}
 CANDIDATES = [
     {"BLOCK_N": block, "num_warps": warps, "num_stages": stages}
     for block, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4))
 ]
 WAVES = (1, 2, 4, 8)  # splits: programs a multiprocessor
+
+
+def kernels(causal: bool) -> dict[str, tuple[str, ...]]:
+    """The kernels of each direction, in the order of their launches."""
+    backward = ("grad_queries", "grad_keys")
+    return {
+        "forward": ("sum_keys", "attend"),
+        "backward": ("sum_queries", *backward) if causal else backward,
+    }
 
 
 def call(direction: str, q, k, v, options):
@@ -88,9 +93,8 @@ def compile_one(options: argparse.Namespace, direction: str, kernel: str, candid
 def compile_all(options: argparse.Namespace) -> None:
     jobs = [
         (options, direction, kernel, candidate)
-        for direction, kernels in KERNELS.items()
-        for kernel in kernels
-        if kernel != "sum_queries" or options.causal
+        for direction, names in kernels(options.causal).items()
+        for kernel in names
         for candidate in CANDIDATES
     ]
     spawn = multiprocessing.get_context("spawn")
@@ -107,24 +111,19 @@ def search(options: argparse.Namespace) -> dict:
     def tiles(kernel, *about):
         return default(kernel, *about) | chosen.get(kernel, {})
 
-    def forget():
-        _launch._variants.clear()
-
     def cut(rows, device):
         return max(1, min(64, waves * _tuning.multiprocessors(device) // max(rows, 1)))
 
     _tuning.linear_attention, _tuning.linear_attention_splits = tiles, cut
     found = {"device": torch.cuda.get_device_name(), **vars(options), "kernels": {}}
     try:
-        for direction, kernels in KERNELS.items():
+        for direction, names in kernels(options.causal).items():
             reference = call(direction, q, k, v, arguments)()
-            for kernel in kernels:
-                if kernel == "sum_queries" and not options.causal:
-                    continue
+            for kernel in names:
                 results = {}
                 for candidate in CANDIDATES:
                     chosen[kernel] = candidate
-                    forget()
+                    _launch._variants.clear()
                     ms = measure(call(direction, q, k, v, arguments))
                     if isinstance(ms, float):
                         error = differs(call(direction, q, k, v, arguments)(), reference)
@@ -135,7 +134,7 @@ def search(options: argparse.Namespace) -> dict:
                     raise RuntimeError(f"no candidate of {kernel} runs: {results}")
                 best = min(timed, key=timed.get)
                 chosen[kernel] = json.loads(best)
-                forget()
+                _launch._variants.clear()
                 found["kernels"][kernel] = results
                 ranked = sorted(timed.items(), key=lambda item: item[1])[:4]
                 print(f"{direction} by {kernel}:", *(f"{c} {ms:.4f} ms" for c, ms in ranked))

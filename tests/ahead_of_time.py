@@ -122,6 +122,12 @@ def linear_attention_calls() -> dict[str, Callable[[], object]]:
     calls["bfloat16 packed causal"] = lambda: call(64, 64, bf16, "elu", True, True, True)
     calls["bfloat16 state"] = lambda: call(64, 64, bf16, "elu", True, True, state=True)
     calls["bfloat16 state exp"] = lambda: call(64, 64, bf16, "exp", True, True, state=True)
+    for d, e in ((64, 64), (256, 256)):
+        q, k, v = (torch.zeros(2, 4, 1, x, dtype=bf16) for x in (d, d, e))
+        kv, z = torch.zeros(2, 4, d, e), torch.zeros(2, 4, d)
+        for feature_map, shift in (("elu", None), ("exp", z)):
+            token = (q, k, v, None, kv, z, shift, feature_map, True)
+            calls[f"step {feature_map} d{d}"] = lambda a=token: path._step(*a)
     return calls
 
 

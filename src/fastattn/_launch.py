@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_variants: dict[tuple[str, Hashable, int | None], tuple[Any, tuple[Any, ...]]] = {}
+_variants: dict[tuple[str, Hashable, int], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(
@@ -53,7 +53,8 @@ def _first_launch(
     device = arguments[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, arguments, options, constants)
+            launch(kernel, grid, arguments, options, constants)
+        return
     module, name = kernel.split(".")
     function = getattr(import_module(f"fastattn.kernels.{module}"), f"{name}_kernel")
     chosen = constants(kernel, options)
@@ -62,7 +63,6 @@ def _first_launch(
     compiled = function[grid](*arguments, **{k: chosen[k] for k in parameters}, **launch_options)
     if compiled is not None:  # None from the interpreter, and where launches are only recorded
         _variants[kernel, options, device] = compiled, tuple(chosen[k] for k in parameters)
-    return None
 
 
 def dense(x: Tensor) -> Tensor:

@@ -95,14 +95,12 @@ def linear_attention_step(d: int, e: int) -> dict[str, int]:
     }
 
 
-def dot_type(dtype: torch.dtype, feature_map: str, backward: bool) -> tuple[str, str]:
+def dot_type(dtype: torch.dtype) -> tuple[str, str]:
     """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
 
-    float16 has no room for squares and exponentials, nor for features over denominators: those go
-    through tf32, which keeps as many bits. float32 is exact.
+    float16 has no room for sums over the keys, nor for features over denominators: it goes through
+    tf32, which keeps as many bits. float32 is exact.
     """
     if dtype == torch.bfloat16:
         return "bfloat16", "tf32"
-    if dtype == torch.float16 and not backward and feature_map not in ("squared_relu", "exp"):
-        return "float16", "tf32"
     return "float32", "ieee" if dtype == torch.float32 else "tf32"

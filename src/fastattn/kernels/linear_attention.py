@@ -1,13 +1,11 @@
-"""Linear attention: four kernels for both forms, causal or not.
+"""Linear attention, forward: two kernels for both forms, causal or not.
 
     sum_keys       per split of the keys: S = sum of φ(k) ⊗ v and z = sum of φ(k)
     attend         per split of the queries: out = φ(q)·S / φ(q)·z
-    grad_queries   per split of the queries: dq, and this split's share of dS and dz
-    grad_keys      per split of the keys: dk and dv
 
 No atomics: a split writes its share, and who needs the sum adds the shares in their order. Where
-attention is causal, a split sums the shares before it (in grad_keys: after it) and carries them
-along its chunks. Features and denominators live in registers only.
+attention is causal, a split sums the shares before it and carries them along its chunks. Features
+and denominators live in registers only.
 
 Letters and layouts: see ``linear_attention_parts``.
 """
@@ -28,7 +26,6 @@ from fastattn.kernels.linear_attention_parts import (
     rescale,
     rows_after,
     span,
-    steps,
     sums_before,
     tile,
     visible,
@@ -52,10 +49,8 @@ def sum_keys_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
-    v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
-    k_ptr = begin(k_ptr, b, head, first, k_b, k_h, k_n, PACKED)
-    v_ptr = begin(v_ptr, b, head, first, v_b, v_h, v_n, PACKED)
+    k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
 
     total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
     sums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -153,10 +148,9 @@ def attend_kernel(
     b, head = row_id // H, row_id % H
     kv_head, kv_row = head // G, b * (H // G) + head // G
     first, low, high = span(cu_ptr, b, N, PACKED)
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
     out_n = H.to(tl.int64) * E
-    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    out_ptr = begin(out_ptr, b, head, first, N * out_n, E, out_n, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    out_ptr, out_n = begin(out_ptr, b, head, first, N * out_n, E, out_n, 1, PACKED)
     den_ptr = rows_after(
         share_ptr, tl.num_programs(0) // G * SHARES, row_id, head, first, N, D, E, PACKED
     )
@@ -169,10 +163,8 @@ def attend_kernel(
     if CAUSAL:
         if MASKED:
             mask_ptr += first if PACKED else b * N
-        k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
-        v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
-        k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
-        v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
+        k_ptr, k_n = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, UNIT, PACKED)
+        v_ptr, v_n = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, UNIT, PACKED)
         total, mass = causal_chunks(
             q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, den_ptr, q_n, k_n, v_n, out_n, low, high,
             total, mass, False, MAP, MASKED, NORMALIZE, PRECISION, D, E,

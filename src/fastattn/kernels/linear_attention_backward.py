@@ -26,7 +26,6 @@ from fastattn.kernels.linear_attention_parts import (
     rows_after,
     span,
     starting_state,
-    steps,
     sums_before,
     tile,
     visible,
@@ -87,12 +86,10 @@ def sum_queries_kernel(
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // H, row_id % H
     first, low, high = span(cu_ptr, b, N, PACKED)
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
-    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
     out_n = H.to(tl.int64) * E
-    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    dout_ptr = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, PACKED)
-    out_ptr = begin(out_ptr, b, head, first, N * out_n, E, out_n, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    out_ptr, out_n = begin(out_ptr, b, head, first, N * out_n, E, out_n, 1, PACKED)
     shares, dshares = tl.num_programs(0) // G * SHARES, tl.num_programs(0) * tl.num_programs(1)
     den_ptr = rows_after(share_ptr, shares, row_id, head, first, N, D, E, PACKED)
     slope_ptr = rows_after(dshare_ptr, dshares, row_id, head, first, N, D, E, PACKED)
@@ -134,12 +131,10 @@ def grad_queries_kernel(
     b, head = row_id // H, row_id % H
     kv_head, kv_row = head // G, b * (H // G) + head // G
     first, low, high = span(cu_ptr, b, N, PACKED)
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
-    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
     dq_n = H.to(tl.int64) * D
-    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    dout_ptr = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, PACKED)
-    dq_ptr = begin(dq_ptr, b, head, first, N * dq_n, D, dq_n, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    dq_ptr, dq_n = begin(dq_ptr, b, head, first, N * dq_n, D, dq_n, 1, PACKED)
     shares, dshares = tl.num_programs(0) // G * SHARES, tl.num_programs(0) * tl.num_programs(1)
     den_ptr = rows_after(share_ptr, shares, row_id, head, first, N, D, E, PACKED)
     size = D * E + 2 * D
@@ -154,10 +149,8 @@ def grad_queries_kernel(
         if MASKED:
             mask_ptr += first if PACKED else b * N
         slope_ptr = rows_after(dshare_ptr, dshares, row_id, head, first, N, D, E, PACKED)
-        k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
-        v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
-        k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
-        v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
+        k_ptr, k_n = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, UNIT, PACKED)
+        v_ptr, v_n = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, UNIT, PACKED)
         sums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32) + mass[None, :]  # z in every row
         past = i[:, None] >= i[None, :]
         for start in range(low, high, BLOCK_N):
@@ -274,18 +267,16 @@ def grad_keys_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
-    k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
-    v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
-    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
     dk_n, dv_n = HKV.to(tl.int64) * D, HKV.to(tl.int64) * E
-    k_ptr = begin(k_ptr, b, head, first, k_b, k_h, k_n, PACKED)
-    v_ptr = begin(v_ptr, b, head, first, v_b, v_h, v_n, PACKED)
-    dk_ptr = begin(dk_ptr, b, head, first, N * dk_n, D, dk_n, PACKED)
-    dv_ptr = begin(dv_ptr, b, head, first, N * dv_n, E, dv_n, PACKED)
-    q_ptr = begin(q_ptr, b, head * G, first, q_b, q_h, q_n, PACKED)  # its first query head
-    dout_ptr = begin(dout_ptr, b, head * G, first, dout_b, dout_h, dout_n, PACKED)
-    q_row, q_head = row_id * G, head * G  # likewise
+    k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
+    dk_ptr, dk_n = begin(dk_ptr, b, head, first, N * dk_n, D, dk_n, 1, PACKED)
+    dv_ptr, dv_n = begin(dv_ptr, b, head, first, N * dv_n, E, dv_n, 1, PACKED)
+    # of its first query head
+    q_ptr, q_n = begin(q_ptr, b, head * G, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head * G, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    step_q, step_dout = q_h // UNIT * UNIT, dout_h // UNIT * UNIT
+    q_row, q_head, length = row_id * G, head * G, N.to(tl.int64)
     den_ptr = rows_after(
         share_ptr, tl.num_programs(0) * SHARES, q_row, q_head, first, N, D, E, PACKED
     )
@@ -332,7 +323,7 @@ def grad_keys_kernel(
             if GROUPED:
                 for g in range(0, G):
                     queries, dout = weighted_queries(
-                        q_ptr + g * q_h, dout_ptr + g * dout_h, den_ptr + g * N,
+                        q_ptr + g * step_q, dout_ptr + g * step_dout, den_ptr + g * length,
                         start, high, q_n, dout_n,
                         MAP, NORMALIZE, D, E, BLOCK_N, BLOCK_D, BLOCK_E, DOT,
                     )  # fmt: skip
@@ -349,12 +340,12 @@ def grad_keys_kernel(
             if GROUPED:
                 for g in range(0, G):
                     queries, dout = weighted_queries(
-                        q_ptr + g * q_h, dout_ptr + g * dout_h, den_ptr + g * N,
+                        q_ptr + g * step_q, dout_ptr + g * step_dout, den_ptr + g * length,
                         start, high, q_n, dout_n,
                         MAP, NORMALIZE, D, E, BLOCK_N, BLOCK_D, BLOCK_E, DOT,
                     )  # fmt: skip
                     dkeys, dtotal, dsums = add_to_keys(
-                        v, queries, dout, slope_ptr + g * N, start, high,
+                        v, queries, dout, slope_ptr + g * length, start, high,
                         dkeys, dtotal, dsums, NORMALIZE, PRECISION,
                     )  # fmt: skip
             else:

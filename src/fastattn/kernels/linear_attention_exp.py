@@ -26,7 +26,6 @@ from fastattn.kernels.linear_attention_parts import (
     rows_after,
     span,
     starting_state,
-    steps,
     tile,
     visible,
 )
@@ -104,14 +103,11 @@ def attend_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
-    k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
-    v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
     out_n = H.to(tl.int64) * E
-    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
-    v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
-    out_ptr = begin(out_ptr, b, head, first, N * out_n, E, out_n, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    k_ptr, k_n = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, UNIT, PACKED)
+    out_ptr, out_n = begin(out_ptr, b, head, first, N * out_n, E, out_n, 1, PACKED)
     shares = tl.num_programs(0) // G * SHARES
     den_ptr = rows_after(share_ptr, shares, row_id, head, first, N, D, E, PACKED, 2)
 
@@ -188,12 +184,10 @@ def sum_queries_kernel(
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // H, row_id % H
     first, low, high = span(cu_ptr, b, N, PACKED)
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
-    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
     out_n = H.to(tl.int64) * E
-    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    dout_ptr = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, PACKED)
-    out_ptr = begin(out_ptr, b, head, first, N * out_n, E, out_n, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    out_ptr, out_n = begin(out_ptr, b, head, first, N * out_n, E, out_n, 1, PACKED)
     shares, dshares = tl.num_programs(0) // G * SHARES, tl.num_programs(0) * tl.num_programs(1)
     den_ptr = rows_after(share_ptr, shares, row_id, head, first, N, D, E, PACKED, 2)
     slope_ptr = rows_after(dshare_ptr, dshares, row_id, head, first, N, D, E, PACKED)
@@ -240,16 +234,12 @@ def grad_queries_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
-    k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
-    v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
-    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
     dq_n = H.to(tl.int64) * D
-    q_ptr = begin(q_ptr, b, head, first, q_b, q_h, q_n, PACKED)
-    k_ptr = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, PACKED)
-    v_ptr = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, PACKED)
-    dout_ptr = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, PACKED)
-    dq_ptr = begin(dq_ptr, b, head, first, N * dq_n, D, dq_n, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    k_ptr, k_n = begin(k_ptr, b, kv_head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, kv_head, first, v_b, v_h, v_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    dq_ptr, dq_n = begin(dq_ptr, b, head, first, N * dq_n, D, dq_n, 1, PACKED)
     shares, dshares = tl.num_programs(0) // G * SHARES, tl.num_programs(0) * tl.num_programs(1)
     den_ptr = rows_after(share_ptr, shares, row_id, head, first, N, D, E, PACKED, 2)
     slope_ptr = rows_after(dshare_ptr, dshares, row_id, head, first, N, D, E, PACKED)
@@ -305,18 +295,16 @@ def grad_keys_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
-    q_b, q_h, q_n = steps(q_b, q_h, q_n, UNIT)
-    k_b, k_h, k_n = steps(k_b, k_h, k_n, UNIT)
-    v_b, v_h, v_n = steps(v_b, v_h, v_n, UNIT)
-    dout_b, dout_h, dout_n = steps(dout_b, dout_h, dout_n, UNIT)
     dk_n, dv_n = HKV.to(tl.int64) * D, HKV.to(tl.int64) * E
-    k_ptr = begin(k_ptr, b, head, first, k_b, k_h, k_n, PACKED)
-    v_ptr = begin(v_ptr, b, head, first, v_b, v_h, v_n, PACKED)
-    dk_ptr = begin(dk_ptr, b, head, first, N * dk_n, D, dk_n, PACKED)
-    dv_ptr = begin(dv_ptr, b, head, first, N * dv_n, E, dv_n, PACKED)
-    q_ptr = begin(q_ptr, b, head * G, first, q_b, q_h, q_n, PACKED)  # its first query head
-    dout_ptr = begin(dout_ptr, b, head * G, first, dout_b, dout_h, dout_n, PACKED)
-    q_row, q_head = row_id * G, head * G  # likewise
+    k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
+    dk_ptr, dk_n = begin(dk_ptr, b, head, first, N * dk_n, D, dk_n, 1, PACKED)
+    dv_ptr, dv_n = begin(dv_ptr, b, head, first, N * dv_n, E, dv_n, 1, PACKED)
+    # of its first query head
+    q_ptr, q_n = begin(q_ptr, b, head * G, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head * G, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    step_q, step_dout = q_h // UNIT * UNIT, dout_h // UNIT * UNIT
+    q_row, q_head, length = row_id * G, head * G, N.to(tl.int64)
     den_ptr = rows_after(
         share_ptr, tl.num_programs(0) * SHARES, q_row, q_head, first, N, D, E, PACKED, 2
     )
@@ -351,28 +339,28 @@ def grad_keys_kernel(
         weights = tl.trans(dtotal.to(DOT))
         dv = tl.dot(features.to(DOT), weights, input_precision=PRECISION)
         for g in range(0, G):
-            q_at, dout_at = q_ptr + g * q_h, dout_ptr + g * dout_h
+            q_at, dout_at = q_ptr + g * step_q, dout_ptr + g * step_dout
             for j in range(0, tl.minimum(high - start, BLOCK_N)):
                 q = row(q_at, start + j, q_n, True, -float("inf"), D, BLOCK_D)
                 dout = row(dout_at, start + j, dout_n, True, 0.0, E, BLOCK_E)
                 if NORMALIZE:
-                    at = den_ptr + 2 * (g * N + start + j)
+                    at = den_ptr + 2 * (g * length + start + j)
                     top = tl.load(at)
                     dout = dout / tl.load(at + 1)
                     dweight = tl.sum(wide * dout, 1)
-                    dweight += tl.load(slope_ptr + g * N + start + j) / tl.load(at + 1)
-                    each = tl.exp(k + q - top)  # [N, D]
+                    dweight += tl.load(slope_ptr + g * length + start + j) / tl.load(at + 1)
+                    weight = tl.exp(k + q - top)  # [N, D]
                 else:
                     dweight = tl.sum(wide * dout, 1)
-                    each = tl.exp(k + q)
-                dk += tl.where(i[:, None] <= j, dweight[:, None] * each, 0.0)
-                dv += tl.where(i[:, None] <= j, tl.sum(each, 1)[:, None] * dout, 0.0)
+                    weight = tl.exp(k + q)
+                dk += tl.where(i[:, None] <= j, dweight[:, None] * weight, 0.0)
+                dv += tl.where(i[:, None] <= j, tl.sum(weight, 1)[:, None] * dout, 0.0)
             q = lowest(tile(q_at, start, q_n, n < high, D, BLOCK_D), n < high, D, BLOCK_D)
             dout = tile(dout_at, start, dout_n, n < high, E, BLOCK_E).to(DOT)
-            top, scale = denominators(den_ptr + 2 * g * N, n, n < high, NORMALIZE)
+            top, scale = denominators(den_ptr + 2 * g * length, n, n < high, NORMALIZE)
             slope = tl.zeros((BLOCK_N,), tl.float32)
             if NORMALIZE:
-                slope = tl.load(slope_ptr + g * N + n, mask=n < high, other=0.0)
+                slope = tl.load(slope_ptr + g * length + n, mask=n < high, other=0.0)
             a = q - top[:, None]
             dtotal, dmass, shift = move(
                 dtotal, dmass, shift, a, scale[:, None], slope, dout, PRECISION, DOT

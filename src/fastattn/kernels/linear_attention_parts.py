@@ -46,12 +46,6 @@ def phi(x, MAP: tl.constexpr):
 
 
 @triton.jit
-def steps(b, h, n, UNIT: tl.constexpr):
-    """Strides, as the compiler should know them: as multiples of UNIT."""
-    return b // UNIT * UNIT, h // UNIT * UNIT, n // UNIT * UNIT
-
-
-@triton.jit
 def span(cu_ptr, b, N, PACKED: tl.constexpr):
     """Where this program's sequence begins, and its split of the tokens: first, low, high.
 
@@ -69,13 +63,19 @@ def span(cu_ptr, b, N, PACKED: tl.constexpr):
 
 
 @triton.jit
-def begin(ptr, b, head, first, stride_b, stride_h, stride_n, PACKED: tl.constexpr):
-    """Where a head of a sequence begins: sample b, or token ``first`` of the packed sample."""
+def begin(
+    ptr, b, head, first, stride_b, stride_h, stride_n, UNIT: tl.constexpr, PACKED: tl.constexpr
+):
+    """Where a head of a sequence begins, and the stride of its rows: multiples of UNIT.
+
+    A sequence is sample b, or begins at token ``first`` of the packed sample.
+    """
+    stride_n = stride_n // UNIT * UNIT
     if PACKED:
         offset = first * stride_n
     else:
-        offset = b * stride_b
-    return ptr + offset + head * stride_h
+        offset = b * (stride_b // UNIT * UNIT)
+    return ptr + offset + head * (stride_h // UNIT * UNIT), stride_n
 
 
 @triton.jit

@@ -180,8 +180,7 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
     import triton.language as tl
 
     module, name = kernel.split(".")
-    backward = module == "linear_attention_backward"
-    dot, precision = _tuning.dot_type(options.dtype, options.feature_map, backward)
+    dot, precision = _tuning.dot_type(options.dtype)
     if module == "linear_attention_exp":
         tiles = _tuning.linear_attention_exp(name, options.d, options.e)
     else:
