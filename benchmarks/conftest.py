@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastattn
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -34,7 +36,8 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     """What a figure needs beside it."""
     machine_info["device"] = device_name()
     machine_info["torch"] = torch.__version__
-    for name in ("fastattn", "triton", "flash-linear-attention"):
+    machine_info["fastattn"] = fastattn.__version__
+    for name in ("triton", "flash-linear-attention"):
         try:
             machine_info[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

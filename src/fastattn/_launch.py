@@ -2,7 +2,8 @@
 
 Triton looks at every argument of every launch to find the variant that it compiled for them. Our
 kernels fix the types of sizes and strides and take tensors that start at multiples of 16 bytes, so
-the caller's options alone decide the variant: it is looked up by them, and launched.
+the caller's options alone decide the variant: it is looked up by them, and launched as Triton and
+inductor do it, without the hooks of a profiler where none is set.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_variants: dict[tuple[str, Hashable, int], tuple[Any, tuple[Any, ...]]] = {}
+_variants: dict[tuple[str, Hashable, int], tuple[Any, tuple[Any, ...], Any]] = {}
 
 
 def launch(
@@ -35,11 +36,22 @@ def launch(
     """
     device = arguments[0].get_device()
     variant = _variants.get((kernel, options, device))
-    if variant is None or (device >= 0 and device != torch.cuda.current_device()):
+    if variant is None or device != torch.cuda.current_device():
         _first_launch(kernel, grid, arguments, options, constants)
+        return
+    compiled, constants_after, hooks = variant
+    if getattr(hooks.launch_enter_hook, "calls", hooks.launch_enter_hook):  # a chain, or one
+        compiled[grid](*arguments, *constants_after)
     else:
-        compiled, rest = variant
-        compiled[grid](*arguments, *rest)
+        compiled.run(
+            *grid,
+            torch._C._cuda_getCurrentRawStream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            *(None, None, None),  # for hooks: what is launched, before it, after it
+            *arguments,
+            *constants_after,
+        )
 
 
 def _first_launch(
@@ -62,7 +74,10 @@ def _first_launch(
     launch_options = {k: x for k, x in chosen.items() if k.startswith("num_")}
     compiled = function[grid](*arguments, **{k: chosen[k] for k in parameters}, **launch_options)
     if compiled is not None:  # None from the interpreter, and where launches are only recorded
-        _variants[kernel, options, device] = compiled, tuple(chosen[k] for k in parameters)
+        from triton.knobs import runtime
+
+        rest = tuple(chosen[k] for k in parameters)
+        _variants[kernel, options, device] = compiled, rest, runtime
 
 
 def dense(x: Tensor) -> Tensor:
@@ -83,6 +98,4 @@ def heads_inside(x: Tensor, width: int) -> Tensor:
     """New memory for ``(b, h, n, width)``, laid out (b, n, h, width): merging heads is a view."""
     b, h, n, _ = x.shape
     step = h * width
-    return torch.empty_strided(
-        (b, h, n, width), (n * step, width, step, 1), dtype=x.dtype, device=x.device
-    )
+    return x.new_empty_strided((b, h, n, width), (n * step, width, step, 1))

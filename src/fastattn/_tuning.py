@@ -58,9 +58,9 @@ def linear_attention(
     if wide:
         tokens, warps, stages = 32, 8, 2
     elif not causal and kernel == "attend":
-        tokens, warps, stages = 128, 8, 2
-    elif kernel == "sum_keys":
-        tokens = 128
+        tokens, warps, stages = 128, 8, 4
+    elif causal and dtype == torch.float16:
+        tokens = 32
     if dtype == torch.float32:  # exact products run outside the tensor cores, in registers
         tokens, warps = min(tokens, 16 if causal else 32), 8
     return {

@@ -97,9 +97,9 @@ def scan(
     else:
         kv, z, shift = state
     if q.shape[2] == 1 and not torch.is_grad_enabled():
-        out, kv, z, *shifts = torch.ops.fastattn.linear_attention_step.default(
-            q, k, v, key_padding_mask, kv, z, shift, feature_map, normalize
-        )
+        operator = torch.ops.fastattn.linear_attention_step.default
+        arguments = (q, k, v, key_padding_mask, kv, z, shift, feature_map, normalize)
+        out, kv, z, *shifts = _autograd.call(operator, _step, *arguments)
         return out, (kv, z, shifts[0] if shifts else None)
     options = (feature_map, True, normalize)
     width = _tuning.linear_attention_values(d, q.dtype)
@@ -123,7 +123,8 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        out, kept, *state = torch.ops.fastattn.linear_attention_forward.default(*arguments)
+        operator = torch.ops.fastattn.linear_attention_forward.default
+        out, kept, *state = _autograd.call(operator, _forward, *arguments)
         return out, *state, kept
 
     @staticmethod
@@ -150,9 +151,9 @@ def _backward_pass(ctx: Any, dout: Any, *dstate: Any) -> Any:
     if dout is None:
         dout = torch.zeros_like(out)
     options = (ctx.feature_map, ctx.causal, ctx.normalize)
-    dq, dk, dv, *dstart = torch.ops.fastattn.linear_attention_backward.default(
-        dout, dkv, dz, q, k, v, out, *kept, kv, z, shift, *options
-    )
+    operator = torch.ops.fastattn.linear_attention_backward.default
+    arguments = (dout, dkv, dz, q, k, v, out, *kept, kv, z, shift, *options)
+    dq, dk, dv, *dstart = _autograd.call(operator, _backward, *arguments)
     return dq, dk, dv, None, None, *(dstart or (None, None)), None, None, None, None
 
 
