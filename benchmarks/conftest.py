@@ -32,17 +32,24 @@ def slug() -> str:
     return device_name().lower().replace(" ", "-")
 
 
-def pytest_benchmark_update_machine_info(config, machine_info):
+def pytest_benchmark_generate_machine_info():
     """What a figure needs beside it."""
-    machine_info["device"] = device_name()
-    machine_info["torch"] = torch.__version__
-    machine_info["fastattn"] = fastattn.__version__
-    for name in ("triton", "flash-linear-attention"):
+
+    def version(name):
         try:
-            machine_info[name] = metadata.version(name)
+            return metadata.version(name)
         except metadata.PackageNotFoundError:
-            machine_info[name] = None
-    machine_info["seed"] = 0
+            return None
+
+    return {
+        "device": device_name(),
+        "cpu": platform.processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: version(name) for name in ("triton", "flash-linear-attention")},
+        "fastattn": fastattn.__version__,
+        "seed": 0,
+    }
 
 
 class Bench:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-OURS = "fastattn"
+OURS, SOFTMAX = "fastattn", "sdpa"
+OF_BOTH = (OURS, SOFTMAX)
 HEAD = """# Benchmarks
 
 Made by `make bench` and `python benchmarks/report.py` from the JSON under `benchmarks/results/`.
@@ -57,6 +58,24 @@ def table(entries: list[dict]) -> str:
                 f"{wrong} | {floor} |"
             )
     return "\n".join(rows)
+
+
+def crossover(entries: list[dict]) -> str:
+    """From which length on softmax attention is slower than ours, in one sentence; or nothing."""
+    times = {rival: {e["n"]: e["ms"] for e in entries if e["rival"] == rival} for rival in OF_BOTH}
+    lengths = sorted(times[OURS].keys() & times[SOFTMAX].keys())
+    if not lengths:
+        return ""
+    slower = [n for n in lengths if times[SOFTMAX][n] < times[OURS][n]]
+    after = [n for n in lengths if not slower or n > slower[-1]]
+    if not after:
+        return f"Softmax attention is faster at every length up to {lengths[-1]}.\n"
+    n = after[0]
+    ratio = times[SOFTMAX][lengths[-1]] / times[OURS][lengths[-1]]
+    return (
+        f"From n = {n} on faster than softmax attention ({SOFTMAX}), {ratio:.1f} times at "
+        f"n = {lengths[-1]}.\n"
+    )
 
 
 def plot(entries: list[dict], path: Path) -> None:
@@ -106,7 +125,7 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
             pictures.mkdir(parents=True, exist_ok=True)
             plot(group, pictures / f"{name}.png")
             parts.append(f"![time, memory and error against n](benchmarks/{name}.png)\n")
-            parts.append(table(group) + "\n")
+            parts += [crossover(group), table(group) + "\n"]
     return "\n".join(parts)
 
 

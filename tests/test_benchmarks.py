@@ -67,3 +67,24 @@ def test_a_file_that_is_no_benchmark_is_named(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="it has no benchmarks"):
         report.load([tmp_path / "x.json"])
+
+
+def test_the_crossover_is_the_first_length_from_which_on_ours_stays_faster():
+    def entries(ours, softmax):
+        return [
+            {"n": n, "rival": rival, "ms": ms}
+            for rival, times in (("fastattn", ours), ("sdpa", softmax))
+            for n, ms in zip((1, 2, 4), times, strict=True)
+        ]
+
+    assert "From n = 4 on" in report.crossover(entries([1, 9, 1], [2, 2, 8]))
+    assert "8.0 times at n = 4" in report.crossover(entries([1, 9, 1], [2, 2, 8]))
+    assert "at every length up to 4" in report.crossover(entries([9, 9, 9], [2, 2, 8]))
+    assert report.crossover(entries([1, 1, 1], [2, 2, 8])[:3]) == ""
+
+
+def test_the_published_page_is_what_the_results_say(tmp_path):
+    found = report.load(list(report.RESULTS.glob("*/*.json")))
+    assert (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text() == report.page(
+        found, tmp_path
+    )
