@@ -20,6 +20,11 @@ def causal_chunk(d: int) -> int:
     return 64 if d <= 64 else 128
 
 
+def favor_part() -> int:
+    """Tokens whose features exist at a time on FAVOR+'s torch path; a multiple of every chunk."""
+    return 1024
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs a device runs side by side; 2 stands for the interpreter on a CPU."""

@@ -94,25 +94,30 @@ def assert_as_accurate_as(
 
     Value and gradients; both are measured against ``reference`` in float64, so no tolerance is
     chosen by hand (and float64 inputs make no sense). Added to it is the rounding of a blocked
-    sum over the tokens, eps·log2(n), of the largest element; of a gradient that is exactly zero,
-    which is a difference of larger sums, the largest among all. Where the reference overflows its
-    dtype, the rounding alone is allowed.
+    sum over tokens or a width, eps·log2 of its length, of the largest element. A gradient that is
+    exactly zero is a difference of larger sums: element and error are then the largest among all.
+    Where the reference overflows its dtype, the rounding alone is allowed.
     """
     exact = value_and_grads(reference, [x.double() for x in inputs])
     plain = value_and_grads(reference, inputs)
     tried = value_and_grads(function, inputs)
     labels = ["out", *(f"grad {i}" for i in range(len(inputs)))]
-    tokens = max(2, *(x.shape[-2] for x in inputs))
+    length = max(2, *(size for x in inputs for size in x.shape[-2:]))
     largest = max(x.abs().amax().item() for x in exact if x.numel())
-    for label, want, same_dtype, got in zip(labels, exact, plain, tried, strict=True):
+    its_errors = [
+        torch.where(own.isfinite(), own - want, 0).abs().amax().item() if want.numel() else 0.0
+        for own, want in zip(plain, exact, strict=True)
+    ]
+    rows = zip(labels, exact, plain, its_errors, tried, strict=True)
+    for label, want, same_dtype, its_error, got in rows:
         assert got.shape == want.shape, f"{label}: shape {got.shape}, not {want.shape}"
         assert got.dtype == same_dtype.dtype, f"{label}: {got.dtype}, not {same_dtype.dtype}"
         if not want.numel():
             continue
-        own = want.abs().amax().item()
-        scale = own if own > 1e-9 * largest else largest  # a gradient that vanishes has no scale
-        rounding = torch.finfo(got.dtype).eps * (1 + math.log2(tokens)) * scale
-        its_error = torch.where(same_dtype.isfinite(), same_dtype - want, 0)
-        allowed = 3 * its_error.abs().amax().item() + rounding
+        scale = want.abs().amax().item()
+        if scale <= 1e-9 * largest:
+            scale, its_error = largest, max(its_errors)
+        rounding = torch.finfo(got.dtype).eps * (1 + math.log2(length)) * scale
+        allowed = 3 * its_error + rounding
         error = (got - want).abs().amax().item()
         assert error <= allowed, f"{label}: error {error:.2e}, allowed {allowed:.2e}"

@@ -1,5 +1,13 @@
 """The functional API: every tensor is ``(b, h, n, d)``, every op takes ``backend=None``."""
 
+from fastattn.ops.favor import (
+    draw_projection,
+    favor_attention,
+    favor_attention_reference,
+    favor_attention_scan,
+    favor_error,
+    oprf_constant,
+)
 from fastattn.ops.linear_attention import (
     LinearState,
     linear_attention,
@@ -10,8 +18,14 @@ from fastattn.ops.linear_attention import (
 
 __all__ = [
     "LinearState",
+    "draw_projection",
+    "favor_attention",
+    "favor_attention_reference",
+    "favor_attention_scan",
+    "favor_error",
     "linear_attention",
     "linear_attention_reference",
     "linear_attention_scan",
     "linear_attention_scan_reference",
+    "oprf_constant",
 ]

@@ -80,7 +80,7 @@ def linear_attention(
         TypeError: A dtype is not floating or differs; a mask is not bool.
         ValueError: A shape, device, width, option or boundary does not fit.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     normalize = _check_inputs(q, k, v, feature_map, key_padding_mask, normalize)
     b, n, s = q.shape[0], q.shape[2], k.shape[2]
     if (causal or cu_seqlens is not None) and n != s:
@@ -95,7 +95,7 @@ def linear_attention(
         "triton": triton_path.attend,
         "reference": linear_attention_reference,
     }
-    with _in_full_precision(q.device.type):
+    with in_full_precision(q.device.type):
         return paths[run](
             q,
             k,
@@ -143,21 +143,22 @@ def linear_attention_scan(
         ValueError: A shape, device, width or option does not fit, or the state belongs to
             another batch, head count, width or feature map.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     normalize = _check_inputs(q, k, v, feature_map, key_padding_mask, normalize)
     if q.shape[2] != k.shape[2]:
         raise ValueError(
             f"a scan needs as many keys as queries, got n = {q.shape[2]} and s = {k.shape[2]}"
         )
     if state is not None:
-        _check_state(state, k, v, feature_map)
+        shifted = feature_map == "exp"
+        check_state(state, k, v, k.shape[3], shifted=shifted, what=f"feature_map {feature_map!r}")
     run = select("linear_attention_scan", backend, **_candidates(q))
     paths: dict[str, Callable[..., Any]] = {
         "torch": torch_path.scan,
         "triton": triton_path.scan,
         "reference": linear_attention_scan_reference,
     }
-    with _in_full_precision(q.device.type):
+    with in_full_precision(q.device.type):
         out, after = paths[run](
             q,
             k,
@@ -263,7 +264,7 @@ def _candidates(q: Tensor) -> dict[str, str | None]:
     return {"triton": refusal, "torch": None, "reference": None}
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # asking for meta raises
         return q, k, v
@@ -272,7 +273,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _in_full_precision(device: str) -> AbstractContextManager[None]:
+def in_full_precision(device: str) -> AbstractContextManager[None]:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
@@ -294,18 +295,26 @@ def _check_inputs(
     return feature_map != "identity" if normalize is None else normalize
 
 
-def _check_state(state: LinearState, k: Tensor, v: Tensor, feature_map: str) -> None:
+def check_state(
+    state: LinearState, k: Tensor, v: Tensor, features: int, *, shifted: bool, what: str
+) -> None:
+    """Require a state of these keys and values, with so many features.
+
+    Raises:
+        TypeError: It is no LinearState.
+        ValueError: It belongs to another batch, dtype, device, or to another option than ``what``.
+    """
     if not isinstance(state, LinearState):
         raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
-    b, h_kv, _, d = k.shape
-    exp = feature_map == "exp"
-    if (state.shift is not None) != exp:
+    b, h_kv = k.shape[:2]
+    if (state.shift is not None) != shifted:
         raise ValueError(
-            f"state must {'' if exp else 'not '}have a shift for feature_map {feature_map!r}: "
-            "it was made with another feature map"
+            f"state must {'' if shifted else 'not '}have a shift for {what}: it was made with "
+            "another one"
         )
     wide = torch.promote_types(k.dtype, torch.float32)
-    shapes = {"kv": (b, h_kv, d, v.shape[-1]), "z": (b, h_kv, d), "shift": (b, h_kv, d)}
+    shapes: dict[str, tuple[int, ...]] = {"kv": (b, h_kv, features, v.shape[-1])}
+    shapes |= {"z": (b, h_kv, features), "shift": (b, h_kv, features)}
     for (name, shape), part in zip(shapes.items(), state, strict=True):
         if part is None:
             continue

@@ -40,12 +40,12 @@ def attend(
         if not causal:  # what lies after a token, itself excluded, is its past backwards
             back = (grouped.flip(-2), keys.flip(-2), values.flip(-2))
             (total, top), _ = _causal(*back, exp, segment=segment.flip(0), strict=True)
-            found = _merge(found, (total.flip(-2), None if top is None else top.flip(-2)))
+            found = merge(found, (total.flip(-2), None if top is None else top.flip(-2)))
     elif causal:
         found, _ = _causal(grouped, keys, values, exp)
     else:
         found = _everything(grouped, keys, values, exp)
-    return _finish(found, normalize, q, v)
+    return finish(found, normalize, q, v)
 
 
 def scan(
@@ -68,7 +68,7 @@ def scan(
     found, (kv, shift) = _causal(grouped, keys, values, feature_map == "exp", before)
     kv = kv[:, :, 0, 0]
     after = kv[..., :-1], kv[..., -1], None if shift is None else shift[:, :, 0, 0, 0]
-    return _finish(found, normalize, q, v), after
+    return finish(found, normalize, q, v), after
 
 
 def phi(x: Tensor, feature_map: str) -> Tensor:
@@ -98,7 +98,7 @@ def _prepare(
     return q, k.unsqueeze(2), v.unsqueeze(2)
 
 
-def _finish(found: Scaled, normalize: bool, q: Tensor, v: Tensor) -> Tensor:
+def finish(found: Scaled, normalize: bool, q: Tensor, v: Tensor) -> Tensor:
     """Divide by the weights' sum or undo the scaling; back to (b, h, n, e) and the dtype of v."""
     total, top = found
     out, mass = total[..., :-1], total[..., -1:]
@@ -121,11 +121,11 @@ def finite(top: Tensor) -> Tensor:
 
 def _everything(q: Tensor, k: Tensor, v: Tensor, exp: bool) -> Scaled:
     """Every query meets every key: sum over keys first."""
-    kv, shift = _sum(k, v, exp)
-    return _read(q, kv, shift)
+    kv, shift = sum_keys(k, v, exp)
+    return read(q, kv, shift)
 
 
-def _sum(k: Tensor, v: Tensor, exp: bool) -> Scaled:
+def sum_keys(k: Tensor, v: Tensor, exp: bool) -> Scaled:
     """``(..., d, e + 1)``: the keys' outer products with the values, and the shift they carry.
 
     The shift is the keys' maximum per feature, ``(..., 1, d)``: a constant for the gradient,
@@ -133,17 +133,17 @@ def _sum(k: Tensor, v: Tensor, exp: bool) -> Scaled:
     """
     if not exp:
         return k.mT @ v, None
-    shift = _largest(k)
+    shift = largest(k)
     return (k - finite(shift)).exp().mT @ v, shift
 
 
-def _largest(k: Tensor) -> Tensor:
+def largest(k: Tensor) -> Tensor:
     if k.shape[-2] == 0:
         return k.new_full((*k.shape[:-2], 1, k.shape[-1]), -torch.inf)
     return k.detach().amax(-2, keepdim=True)
 
 
-def _read(q: Tensor, kv: Tensor, shift: Tensor | None) -> Scaled:
+def read(q: Tensor, kv: Tensor, shift: Tensor | None) -> Scaled:
     """Queries meet a sum over keys: ``(..., n, e + 1)``."""
     if shift is None:
         return q @ kv, None
@@ -158,7 +158,7 @@ def _lift(q: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - finite(top)).exp(), top
 
 
-def _merge(one: Scaled, two: Scaled) -> Scaled:
+def merge(one: Scaled, two: Scaled) -> Scaled:
     """Add two sums."""
     (sum_one, top_one), (sum_two, top_two) = one, two
     if top_one is None or top_two is None:
@@ -201,11 +201,11 @@ def _causal(
 
     here = _within(q, k, v, exp, segment, strict)
     past, final = _past(k, v, exp, state, segment)
-    before = _read(q, *past)
+    before = read(q, *past)
     if segment is not None:  # a token of a later segment must not see that state
         last = F.pad(segment[:-1, -1:], (0, 0, 1, 0), value=-1)  # (chunks, 1)
         before = _drop(before, (segment != last).unsqueeze(-1))
-    total, top = _merge(here, before)
+    total, top = merge(here, before)
     total = total.flatten(-3, -2)[..., :n, :]
     return (total, None if top is None else top.flatten(-3, -2)[..., :n, :]), final
 
@@ -235,7 +235,7 @@ def _within(
             keys = keys.masked_fill(early_ids != border, -torch.inf if exp else 0)
             values = values.masked_fill(early_ids != border, 0)
         if exp:
-            shift = _largest(keys)
+            shift = largest(keys)
             features, top = _lift(queries, shift)
             met: Scaled = features @ (keys - finite(shift)).exp().mT @ values, top
         else:
@@ -252,7 +252,7 @@ def _add_to_late(found: Scaled, met: Scaled, half: int) -> Scaled:
     total, top = found
     early, late = _halves(total, half)
     early_top, late_top = (None, None) if top is None else _halves(top, half)
-    late, late_top = _merge((late, late_top), met)
+    late, late_top = merge((late, late_top), met)
     total = torch.stack((early, late), -3).flatten(-4, -2)
     if early_top is None or late_top is None:
         return total, None
@@ -272,13 +272,13 @@ def _past(
     if segment is not None:  # only the last segment of a chunk lives on after it
         leaves = (segment != segment[:, -1:]).unsqueeze(-1)
         k, v = k.masked_fill(leaves, -torch.inf if exp else 0), v.masked_fill(leaves, 0)
-    kv, shift = _sum(k, v, exp)
+    kv, shift = sum_keys(k, v, exp)
     if state is None:
         empty = k.new_full((*k.shape[:-3], 1, 1, k.shape[-1]), -torch.inf)
         state = kv.new_zeros(*kv.shape[:-3], 1, *kv.shape[-2:]), empty
     if kv.shape[-3] == 1 and segment is None:  # a decoding step, among others
         start = state[0], None if shift is None or state[1] is None else state[1].mT
-        total, top = _merge(start, (kv, None if shift is None else shift.mT))
+        total, top = merge(start, (kv, None if shift is None else shift.mT))
         return (state[0], None if shift is None else state[1]), (
             total,
             None if top is None else top.mT,
@@ -316,7 +316,7 @@ def _running(kv: Tensor, shift: Tensor | None, segment: Tensor | None) -> Scaled
             begins = torch.cat((begins[:step], begins[step:] | begins[:-step]))
         # a shift is (..., 1, d) and scales the rows of kv: transposed it is a top per row
         later = kv[..., step:, :, :], None if shift is None else shift[..., step:, :, :].mT
-        kept, top = _merge((earlier, None if earlier_shift is None else earlier_shift.mT), later)
+        kept, top = merge((earlier, None if earlier_shift is None else earlier_shift.mT), later)
         kv = torch.cat((kv[..., :step, :, :], kept), -3)
         if shift is not None and top is not None:
             shift = torch.cat((shift[..., :step, :, :], top.mT), -3)
