@@ -63,6 +63,7 @@ def test_the_public_names():
     assert set(fastattn.__all__) == {
         "MECHANISMS",
         "LinearAttention",
+        "PerformerAttention",
         "__version__",
         "convert",
         "ops",
@@ -70,12 +71,18 @@ def test_the_public_names():
     }
     assert set(fastattn.ops.__all__) == {
         "LinearState",
+        "draw_projection",
+        "favor_attention",
+        "favor_attention_reference",
+        "favor_attention_scan",
+        "favor_error",
         "linear_attention",
         "linear_attention_reference",
         "linear_attention_scan",
         "linear_attention_scan_reference",
+        "oprf_constant",
     }
-    assert set(fastattn.MECHANISMS) == {"linear"}
+    assert set(fastattn.MECHANISMS) == {"linear", "performer"}
     for name in fastattn.__all__:
         assert hasattr(fastattn, name)
 

@@ -16,7 +16,7 @@ from fastattn import MECHANISMS
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH, HEADS = 24, 4
 # What a mechanism's constructor needs beside nn.MultiheadAttention's arguments.
-OPTIONS: dict[str, dict] = {"linear": {}}
+OPTIONS: dict[str, dict] = {"linear": {}, "performer": {"num_features": 16}}
 
 
 @pytest.fixture(params=MECHANISMS)

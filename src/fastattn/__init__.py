@@ -6,8 +6,16 @@ neither triton nor a GPU. ``python -m fastattn.env`` says what can run here.
 
 from fastattn import ops
 from fastattn.convert import convert, revert
-from fastattn.nn import MECHANISMS, LinearAttention
+from fastattn.nn import MECHANISMS, LinearAttention, PerformerAttention
 
 __version__ = "0.1.0"
 
-__all__ = ["MECHANISMS", "LinearAttention", "__version__", "convert", "ops", "revert"]
+__all__ = [
+    "MECHANISMS",
+    "LinearAttention",
+    "PerformerAttention",
+    "__version__",
+    "convert",
+    "ops",
+    "revert",
+]

@@ -18,8 +18,9 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
     ``nn.MultiheadAttention`` are swapped. ``use_nested_tensor`` is switched off in every
     ``nn.TransformerEncoder``, which would otherwise hide the padding mask in a nested tensor.
     A mechanism computes another function than softmax attention: weights trained with softmax
-    need fine-tuning. Options go to every module alike: causal=True would make a decoder's
-    cross-attention causal as well, so convert such a model's parts one by one.
+    need fine-tuning. The modules are numbered, so that random directions differ by layer. Options
+    go to every module alike: causal=True would make a decoder's cross-attention causal as well, so
+    convert such a model's parts one by one.
 
     Args:
         model: Any module, an ``nn.MultiheadAttention`` itself included.
@@ -52,11 +53,13 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
             f"{type(model).__name__} has no nn.MultiheadAttention to swap"
             + (f"; {', '.join(found)} are of another type already (revert first)" if found else "")
         )
-    kind(1, 1, **options)  # a wrong value raises here, before anything has changed
-    for module in swapped.values():
+    # a wrong value raises here, before anything has changed; on meta, which draws no random number
+    kind(1, 1, device="meta", **options)
+    for layer, module in enumerate(swapped.values()):
         module.__class__ = kind
         assert isinstance(module, MultiHead)
         module._qkv_same_embed_dim = False
+        module._layer = layer
         module._configure(**options)
     for encoder in _encoders(model):
         vars(encoder).setdefault("_stock_use_nested_tensor", encoder.use_nested_tensor)
@@ -77,8 +80,7 @@ def revert(model: nn.Module) -> list[str]:
     if not reverted:
         raise ValueError(f"{type(model).__name__} has no fastattn attention to revert")
     for module in reverted.values():
-        for option in module.option_names():
-            delattr(module, option)
+        module._unconfigure()
         module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
         module._qkv_same_embed_dim = module.in_proj_weight is not None
     for encoder in _encoders(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,8 @@ class Encoder(nn.Module):
         self.place = nn.Embedding(max_length, width) if positions == "learned" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(_mixer(mixer, width, heads, positions), width, ff, dropout) for _ in range(depth)
+            Block(_mixer(mixer, width, heads, positions, layer), width, ff, dropout)
+            for layer in range(depth)
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
@@ -144,9 +146,12 @@ def sinusoids(n: int, width: int, device: torch.device) -> Tensor:
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :width]
 
 
-def _mixer(name: str, width: int, heads: int, positions: str) -> nn.Module:
+def _mixer(name: str, width: int, heads: int, positions: str, layer: int) -> nn.Module:
     if name == "softmax":
         from fastattn.lra.mixers.softmax import SoftmaxAttention
 
         return SoftmaxAttention(width, heads, rotary=positions == "rotary")
-    return MECHANISMS[name](width, heads, batch_first=True)
+    kind = MECHANISMS[name]
+    # what is drawn at random differs by layer
+    seed: dict[str, Any] = {"seed": layer} if "seed" in kind.option_names() else {}
+    return kind(width, heads, batch_first=True, **seed)

@@ -2,7 +2,17 @@
 
 from fastattn.nn.linear import LinearAttention
 from fastattn.nn.multihead import MultiHead
+from fastattn.nn.performer import PerformerAttention, redraw_projections
 
-MECHANISMS: dict[str, type[MultiHead]] = {"linear": LinearAttention}
+MECHANISMS: dict[str, type[MultiHead]] = {
+    "linear": LinearAttention,
+    "performer": PerformerAttention,
+}
 
-__all__ = ["MECHANISMS", "LinearAttention", "MultiHead"]
+__all__ = [
+    "MECHANISMS",
+    "LinearAttention",
+    "MultiHead",
+    "PerformerAttention",
+    "redraw_projections",
+]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _check
-from fastattn.nn.multihead import MultiHead
+from fastattn.nn.recurrent import Recurrent
 from fastattn.ops.linear_attention import (
     BACKENDS,
     FEATURE_MAPS,
@@ -16,7 +16,7 @@ from fastattn.ops.linear_attention import (
 )
 
 
-class LinearAttention(MultiHead):
+class LinearAttention(Recurrent):
     """Multi-head linear attention in O(n) time and memory (Katharopoulos et al. 2020).
 
     Takes the place of ``nn.MultiheadAttention``: same arguments, same parameters, same initial
@@ -89,35 +89,9 @@ class LinearAttention(MultiHead):
             backend=self.backend,
         )
 
-    def step(
-        self, query: Tensor, key: Tensor, value: Tensor, state: LinearState | None = None
+    def _scan(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None
     ) -> tuple[Tensor, LinearState]:
-        """Decode: attend from new tokens to all tokens so far, in O(1) per token.
-
-        Args:
-            query, key, value: The new tokens, one or more, shaped as in ``forward``.
-            state: What the previous call returned; None starts a sequence.
-
-        Returns:
-            The output, shaped as ``forward``'s, and the state to give to the next call. A
-            sequence in steps of any length gives the same as one causal ``forward``.
-
-        Raises:
-            ValueError: The module is not causal, or the state is another batch's.
-        """
-        if not self.causal:
-            raise ValueError(
-                "LinearAttention.step needs causal=True in the constructor: without it a token "
-                "would have to see the tokens that come after it"
-            )
-        batched = self._check_inputs(query, key, value)
-        q, k, v = self._project(*self._batch_first((query, key, value), batched))
-        if state is None and self._extra_keys:
-            nothing = q.new_zeros(q.shape[0], q.shape[1], self._extra_keys, q.shape[3])
-            _, state = linear_attention_scan(
-                nothing, *self._extras(k, v), feature_map=self.feature_map, backend=self.backend
-            )
-        out, state = linear_attention_scan(
+        return linear_attention_scan(
             q, k, v, state, feature_map=self.feature_map, backend=self.backend
         )
-        return self.out_proj(self._merge(out, batched)), state

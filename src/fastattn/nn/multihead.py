@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ class MultiHead(nn.MultiheadAttention):
     """
 
     causal: bool
+    _layer = 0  # convert numbers the modules of a model
+    _own_state: tuple[str, ...] = ()  # in the state dict, not in stock's
 
     def __init__(
         self,
@@ -81,6 +84,29 @@ class MultiHead(nn.MultiheadAttention):
 
     def _configure(self) -> None:
         raise NotImplementedError
+
+    def _unconfigure(self) -> None:
+        """Forget what ``_configure`` has stored."""
+        for option in self.option_names():
+            delattr(self, option)
+        vars(self).pop("_layer", None)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A stock state dict has nothing of our own, and loads all the same."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        ours = {prefix + name for name in self._own_state}
+        missing_keys[:] = [key for key in missing_keys if key not in ours]
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_padding_mask: Tensor | None
