@@ -61,6 +61,8 @@ def compile_one(job: tuple) -> dict:
         elif isinstance(value, torch.dtype):
             signature[parameter.name] = POINTERS[value]
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
         elif value == 1:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         else:
@@ -131,7 +133,32 @@ def linear_attention_calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
-FAMILIES = {"linear_attention": linear_attention_calls}
+def favor_calls() -> dict[str, Callable[[], object]]:
+    """Forward and backward at the widths, numbers of features, dtypes and forms that differ."""
+    from fastattn.ops import favor_triton as path
+
+    def call(d, m, dtype, masked=False, packed=False, offset=False):
+        b = 1 if packed else 2
+        q, k, v = (torch.zeros(b, 64, 4, d, dtype=dtype).transpose(1, 2) for _ in range(3))
+        mask = torch.zeros(b, 64, dtype=torch.bool) if masked else None
+        ends = torch.tensor([0, 64], dtype=torch.int32) if packed else None
+        w = torch.zeros(4, m, d)
+        options = (mask, ends, w, torch.zeros(4, m) if offset else None)
+        kept = path._forward(q, k, v, *options, 0.5, 0.25)
+        path._backward(kept[0], q, k, v, *kept, *options, 0.25)
+
+    calls = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for d, m in ((16, 16), (64, 64), (64, 256), (64, 512), (128, 256), (256, 512)):
+            name = f"{str(dtype)[6:]} d{d} m{m}"
+            calls[name] = lambda a=(d, m, dtype): call(*a)
+    bf16 = torch.bfloat16
+    calls["bfloat16 packed masked"] = lambda: call(64, 256, bf16, True, True)
+    calls["bfloat16 masked offset"] = lambda: call(64, 256, bf16, True, offset=True)
+    return calls
+
+
+FAMILIES = {"linear_attention": linear_attention_calls, "favor": favor_calls}
 
 
 def main() -> None:

@@ -100,6 +100,38 @@ def linear_attention_step(d: int, e: int) -> dict[str, int]:
     }
 
 
+@cache
+def favor(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of a FAVOR+ kernel: "sum_keys", "merge", "attend", "grad_queries", "sum_queries", "add"
+    or "grad_keys"."""
+    block_d, block_e, features = _block(d), _block(e), _block(m)
+    size = 2 if dtype == torch.bfloat16 else 4
+    tokens, most, warps, stages = 64, 128, 4, 3
+    if kernel == "sum_keys":
+        most, tokens = 128, 64
+    elif kernel in ("merge", "add"):
+        tokens, most = 0, 32
+    elif kernel == "attend":
+        most, stages = 128, 2
+    elif kernel in ("grad_queries", "grad_keys"):
+        most, stages = 64, 2
+    if dtype != torch.bfloat16 or max(block_d, block_e) > 64:
+        tokens, most, warps, stages = min(tokens, 32), min(most, 64), 8, 2
+    if dtype == torch.float32:  # exact products run outside the tensor cores, in registers
+        most = min(most, 32)
+    # the table stays in shared memory where two programs' fit
+    hold = features * (block_d + block_e) * size <= 80 * 1024
+    return {
+        "BLOCK_M": min(features, most),
+        "BLOCK_N": tokens,
+        "BLOCK_D": block_d,
+        "BLOCK_E": block_e,
+        "HOLD": hold,
+        "num_warps": warps,
+        "num_stages": stages if hold or "sum" in kernel else 1,
+    }
+
+
 def dot_type(dtype: torch.dtype) -> tuple[str, str]:
     """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
 

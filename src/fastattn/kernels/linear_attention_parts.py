@@ -15,7 +15,7 @@ import inspect
 import triton
 import triton.language as tl
 
-SIZES = ("H", "HKV", "G", "N", "SHARES", "DSHARES")
+SIZES = ("H", "HKV", "G", "N", "SHARES", "DSHARES", "KEYROWS")
 STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "dout") for i in "bhn")
 
 

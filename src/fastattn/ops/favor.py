@@ -21,6 +21,7 @@ from torch import Tensor
 from fastattn import _check
 from fastattn._backend import select
 from fastattn.ops import favor_torch as torch_path
+from fastattn.ops import favor_triton as triton_path
 from fastattn.ops.favor_torch import Features
 from fastattn.ops.linear_attention import (
     LinearState,
@@ -34,7 +35,7 @@ from fastattn.ops.linear_attention import (
 VARIANTS = ("positive", "hyperbolic", "oprf", "relu")
 KINDS = ("orthogonal", "iid")
 BACKENDS = {
-    "favor_attention": ("torch", "reference"),
+    "favor_attention": ("triton", "torch", "reference"),
     "favor_attention_scan": ("torch", "reference"),
 }
 
@@ -76,7 +77,9 @@ def favor_attention(
             :func:`oprf_constant` for normal inputs. Never taken from the batch.
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
-        backend: "torch", "reference" (quadratic), or None for the first that can run.
+        backend: "triton" (CUDA; not causal, not "relu", no gradient of the projection, no float64,
+            no second derivative), "torch", "reference" (quadratic), or None for the first that can
+            run.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v, computed in float32, or float64 for float64 inputs.
@@ -95,8 +98,16 @@ def favor_attention(
         raise ValueError(f"{what} needs as many keys as queries, got n = {n} and s = {s}")
     if cu_seqlens is not None:
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
-    run = select("favor_attention", backend, torch=None, reference=None)
-    paths: dict[str, Callable[..., Tensor]] = {"torch": torch_path.attend, "reference": _reference}
+    refusal = triton_path.refusal(q, features, causal)
+    candidates = {"triton": refusal, "torch": None, "reference": None}
+    if q.device.type == "cpu":  # where Triton is interpreted
+        candidates = {"torch": None, "triton": refusal, "reference": None}
+    run = select("favor_attention", backend, **candidates)
+    paths: dict[str, Callable[..., Tensor]] = {
+        "triton": triton_path.attend,
+        "torch": torch_path.attend,
+        "reference": _reference,
+    }
     with in_full_precision(q.device.type):
         return paths[run](
             q,
@@ -351,27 +362,25 @@ def _features(
     d = q.shape[3]
     scale = _scale(scale, d)
     wide = torch.promote_types(q.dtype, torch.float32)
-    unscaled = projection.to(wide)
-    if unscaled.dim() == 2:
-        unscaled = unscaled.unsqueeze(0)
-    directions = unscaled * math.sqrt(scale)
+    directions = projection.to(wide)
+    if directions.dim() == 2:
+        directions = directions.unsqueeze(0)
+    root = math.sqrt(scale)
     if variant == "relu":
-        return Features(directions, None, None)
+        return Features(directions, root, None, None)
     if variant == "hyperbolic":
-        return Features(torch.cat((directions, -directions), 1), None, scale)
+        return Features(torch.cat((directions, -directions), 1), root, None, scale)
     if variant == "positive":
-        return Features(directions, None, scale)
+        return Features(directions, root, None, scale)
     if constant is None:
         constant = oprf_constant(2 * d * scale, d)  # normal q and k
     if isinstance(constant, Tensor):
         constant = constant.to(wide).view(-1, 1)
-        if len(constant) > 1 and len(directions) == 1:
-            directions, unscaled = (x.expand(len(constant), -1, -1) for x in (directions, unscaled))
         slope: Any = (1 - 4 * constant).sqrt().unsqueeze(-1)
     else:
         slope = math.sqrt(1 - 4 * constant)
-    offsets = 2 * constant * unscaled.square().sum(-1)
-    return Features(slope * directions, offsets, scale)
+    offsets = 2 * constant * directions.square().sum(-1)
+    return Features(slope * directions, root, offsets, scale)
 
 
 def _check_inputs(

@@ -20,14 +20,15 @@ from fastattn.ops.linear_attention_torch import Scaled, State
 
 
 class Features(NamedTuple):
-    """What turns tokens into (logarithms of) features: x·directions + offset - curvature·|x|²/2.
+    """From tokens to logarithms of features: factor·x·directions + offset - curvature·|x|²/2.
 
-    directions ``(h_kv or 1, m, d)``, scaled; offsets ``(h_kv or 1, m)``, of the queries' features;
-    the curvature is of the keys' only: whatever is constant along a query's features cancels. With
+    directions ``(h_kv or 1, m, d)``; offsets ``(h_kv or 1, m)``, of the queries' features; the
+    curvature is of the keys' only: whatever is constant along a query's features cancels. With
     curvature None the features are themselves, before their relu.
     """
 
     directions: Tensor
+    factor: float
     offsets: Tensor | None
     curvature: float | None
 
@@ -54,7 +55,7 @@ class Features(NamedTuple):
         heads = self.directions.shape[0]
         x = x.to(self.directions.dtype)
         x = x.unflatten(1, (heads, x.shape[1] // heads))  # (b, h_kv or 1, g, n, d)
-        return x @ self.directions.unsqueeze(1).mT
+        return x @ (self.factor * self.directions).unsqueeze(1).mT
 
 
 def attend(

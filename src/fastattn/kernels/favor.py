@@ -1,0 +1,210 @@
+"""FAVOR+, forward, as two softmax attentions: features over keys, then queries over features.
+
+    sum_keys    per split of the keys: sum of exp(L) ⊗ v and of exp(L), L = w·k - curvature·|k|²/2
+    merge       the splits of a head, in their order: means S (M, E) and log-sums of the features
+    attend      out = mean of S, weighted by exp(w·q + log-sum + offset)
+
+Letters as in ``linear_attention_parts``, and M features. Logarithms are to base 2: directions are
+scaled by ``factor``, which holds log2(e), once, and rounded to DOT then. What stands between the
+kernels is one table a head: w (M, D) and S (M, E), in DOT; and, kept for the backward pass, the
+log-sums of the features (B, HKV, M) and, behind them, of the rows (B, H, N). Nothing has M numbers
+a token.
+"""
+
+import triton
+import triton.language as tl
+
+from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def directions(w_ptr, start, factor, M: tl.constexpr, D: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """``[M, D]`` rows of a contiguous (M, D) from ``start`` on, scaled, in float32."""
+    m, d = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    exists = (m < M)[:, None] & (d < D)[None, :]
+    return tl.load(w_ptr + m[:, None] * D + d[None, :], mask=exists, other=0.0) * factor
+
+
+@triton.jit
+def rows(ptr, start, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+         BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):  # fmt: skip
+    """``[BLOCK, WIDTH]`` rows of a contiguous (COUNT, WIDTH) from ``start`` on."""
+    i, j = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_WIDTH)
+    exists = (i < COUNT)[:, None] & (j < WIDTH)[None, :]
+    return tl.load(ptr + i[:, None] * WIDTH + j[None, :], mask=exists, other=0.0)
+
+
+@triton.jit
+def hold(ptr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+         BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
+    """All blocks of rows, loaded before a loop that needs them in every turn; or nothing."""
+    blocks = ()
+    if HOLD:
+        for start in tl.static_range(0, COUNT, BLOCK):
+            blocks = blocks + (rows(ptr, start, COUNT, WIDTH, BLOCK, BLOCK_WIDTH),)  # noqa: RUF005
+    return blocks
+
+
+@triton.jit
+def sums(ptr, start, offset_ptr, OFFSET: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``[M]`` log-sums of the features over the keys, and the offsets; -inf where is no feature."""
+    m = start + tl.arange(0, BLOCK_M)
+    found = tl.load(ptr + m, mask=m < M, other=-float("inf"))
+    if OFFSET:
+        found += tl.load(offset_ptr + m, mask=m < M, other=0.0) * LOG2E
+    return found
+
+
+@launched
+def sum_keys_kernel(
+    k_ptr, v_ptr, mask_ptr, cu_ptr, w_ptr, share_ptr,
+    k_b, k_h, k_n, v_b, v_h, v_n,
+    HKV, N, factor, curvature,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M features of one key head attend to one split of the keys."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // HKV, row_id % HKV
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    if MASKED:
+        mask_ptr += first if PACKED else b * N
+    k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
+    start_m = tl.program_id(2) * BLOCK_M
+    w_ptr += head * OWN * (M * D)
+    w = directions(w_ptr, start_m, factor, M, D, BLOCK_M, BLOCK_D).to(DOT)  # [M, D]
+
+    total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    for start in range(low, high, BLOCK_N):
+        keep = visible(mask_ptr, start + tl.arange(0, BLOCK_N), high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+        wide = k.to(tl.float32)
+        half = tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)  # [N]
+        logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION)  # [M, N]
+        logits = tl.where(keep[None, :], logits - half[None, :], -float("inf"))
+        larger = tl.maximum(top, tl.max(logits, 1))
+        finite = tl.where(larger == -float("inf"), 0.0, larger)
+        scale = tl.exp2(top - finite)
+        features = tl.exp2(logits - finite[:, None])
+        mass = mass * scale + tl.sum(features, 1)
+        total = tl.dot(features.to(DOT), v, total * scale[:, None], input_precision=PRECISION)
+        top = larger
+
+    m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    share_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (M * (E + 2))
+    exists = (m < M)[:, None] & (e < E)[None, :]
+    tl.store(share_ptr + m[:, None] * E + e[None, :], total, mask=exists)
+    tl.store(share_ptr + M * E + m, mass, mask=m < M)
+    tl.store(share_ptr + M * E + M + m, top, mask=m < M)
+
+
+@launched
+def merge_kernel(
+    share_ptr, w_ptr, table_ptr, kept_ptr,
+    HKV, N, SHARES, factor,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: the table and the log-sums of BLOCK_M features of one key head."""
+    row_id = tl.program_id(0).to(tl.int64)
+    start_m = tl.program_id(1) * BLOCK_M
+    m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    exists = (m < M)[:, None] & (e < E)[None, :]
+    share_ptr += row_id * SHARES * (M * (E + 2))
+    total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    for _ in tl.range(0, SHARES, num_stages=3):
+        part = tl.load(share_ptr + m[:, None] * E + e[None, :], mask=exists, other=0.0)
+        part_mass = tl.load(share_ptr + M * E + m, mask=m < M, other=0.0)
+        part_top = tl.load(share_ptr + M * E + M + m, mask=m < M, other=-float("inf"))
+        larger = tl.maximum(top, part_top)
+        finite = tl.where(larger == -float("inf"), 0.0, larger)
+        scale, part_scale = tl.exp2(top - finite), tl.exp2(part_top - finite)
+        total = total * scale[:, None] + part * part_scale[:, None]
+        mass = mass * scale + part_mass * part_scale
+        top = larger
+        share_ptr += M * (E + 2)
+
+    w = directions(w_ptr + row_id % HKV * OWN * (M * D), start_m, factor, M, D, BLOCK_M, BLOCK_D)
+    table_ptr += row_id * (M * (D + E))
+    d = tl.arange(0, BLOCK_D)
+    in_w = (m < M)[:, None] & (d < D)[None, :]
+    dtype = table_ptr.dtype.element_ty
+    tl.store(table_ptr + m[:, None] * D + d[None, :], w.to(dtype), mask=in_w)
+    mean = total / tl.where(mass == 0, 1.0, mass)[:, None]
+    tl.store(table_ptr + M * D + m[:, None] * E + e[None, :], mean.to(dtype), mask=exists)
+    tl.store(kept_ptr + row_id * M + m, top + tl.log2(mass), mask=m < M)  # -inf without a key
+
+
+@triton.jit
+def meet(q, w, means, bias, total, mass, top, PRECISION: tl.constexpr):
+    """Queries ``[N, D]`` attend to a block of features: the sums so far, scaled to the new top."""
+    logits = tl.dot(q, tl.trans(w), input_precision=PRECISION) + bias[None, :]  # [N, M]
+    larger = tl.maximum(top, tl.max(logits, 1))
+    finite = tl.where(larger == -float("inf"), 0.0, larger)
+    scale = tl.exp2(top - finite)
+    features = tl.exp2(logits - finite[:, None])
+    mass = mass * scale + tl.sum(features, 1)
+    total *= scale[:, None]
+    total = tl.dot(features.to(means.dtype), means, total, input_precision=PRECISION)
+    return total, mass, larger
+
+
+@launched
+def attend_kernel(
+    q_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, out_ptr,
+    q_b, q_h, q_n,
+    H, G, N, KEYROWS,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    HOLD: tl.constexpr,
+):  # fmt: skip
+    """One program: one split of the queries of one head attends to the features."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // H, row_id % H
+    key_row = row_id // G
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    out_n = H * E
+    out_ptr += (first if PACKED else b * N) * out_n.to(tl.int64) + head * E
+    behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
+    row_ptr = kept_ptr + behind
+    kept_ptr += key_row * M
+    table_ptr += key_row * (M * (D + E))
+    if OFFSET:
+        offset_ptr += head // G * OWN * M
+
+    held_w = hold(table_ptr, M, D, BLOCK_M, BLOCK_D, HOLD)
+    held_means = hold(table_ptr + M * D, M, E, BLOCK_M, BLOCK_E, HOLD)
+    for start in range(low, high, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
+        total = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+        mass = tl.zeros((BLOCK_N,), tl.float32)
+        top = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+        if HOLD:
+            for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
+                bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
+                total, mass, top = meet(
+                    q, held_w[i], held_means[i], bias, total, mass, top, PRECISION
+                )
+        else:
+            for start_m in range(0, M, BLOCK_M):
+                w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
+                means = rows(table_ptr + M * D, start_m, M, E, BLOCK_M, BLOCK_E)
+                bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
+                total, mass, top = meet(q, w, means, bias, total, mass, top, PRECISION)
+        empty = mass == 0
+        total = total / tl.where(empty, 1.0, mass)[:, None]
+        put(out_ptr, start, out_n, n < high, total, E, BLOCK_E)
+        tl.store(row_ptr + n, tl.where(empty, 0.0, top + tl.log2(mass)), mask=n < high)

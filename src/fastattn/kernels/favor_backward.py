@@ -1,0 +1,231 @@
+"""FAVOR+, backward, from the table, the log-sums of features and rows, and nothing of width M.
+
+    grad_queries   dq, and per query δ = dout·out
+    sum_queries    per split of the queries: shares of dS = sum of p ⊗ dout and of t = sum of p·δ
+    add            the shares of a key head, in their order
+    grad_keys      dk and dv
+
+With p the weights of the second attention and p' those of the first: dlogit = p (dout·S - δ) of a
+query, and p' (dS·v - t) of a key, since the gradient of a log-sum is dS·S - t. Letters: ``favor``.
+"""
+
+import triton
+import triton.language as tl
+
+from fastattn.kernels.favor import LOG2E, hold, rows, sums
+from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def turn_query(q, dout, delta, whole, w, means, bias, dq, PRECISION: tl.constexpr):
+    """dq of a block of features."""
+    logits = tl.dot(q, tl.trans(w), input_precision=PRECISION) + bias[None, :]  # [N, M]
+    weights = tl.exp2(logits - whole[:, None])
+    slopes = tl.dot(dout, tl.trans(means), input_precision=PRECISION)  # [N, M]
+    slopes = weights * (slopes - delta[:, None])
+    return tl.dot(slopes.to(w.dtype), w, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def turn_key(
+    k, v, half, w, dmeans, kept_ptr, slope_ptr, m, dk, dv, along,
+    M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of features, and the sum of a key's slopes."""
+    whole = tl.load(kept_ptr + m, mask=m < M, other=float("inf"))
+    whole = tl.where(whole == -float("inf"), float("inf"), whole)
+    slope = tl.load(slope_ptr + m, mask=m < M, other=0.0)
+    logits = tl.dot(k, tl.trans(w), input_precision=PRECISION) - half[:, None]
+    weights = tl.exp2(logits - whole[None, :])  # [N, M]
+    dv = tl.dot(weights.to(w.dtype), dmeans, dv, input_precision=PRECISION)
+    slopes = tl.dot(v, tl.trans(dmeans), input_precision=PRECISION)
+    slopes = weights * (slopes - slope[None, :])
+    dk = tl.dot(slopes.to(w.dtype), w, dk, input_precision=PRECISION)
+    return dk, dv, along + tl.sum(slopes, 1)
+
+
+@launched
+def grad_queries_kernel(
+    q_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, out_ptr, dout_ptr, dq_ptr, slope_ptr,
+    q_b, q_h, q_n, dout_b, dout_h, dout_n,
+    H, G, N, KEYROWS,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    HOLD: tl.constexpr,
+):  # fmt: skip
+    """One program: one split of the queries of one head."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // H, row_id % H
+    key_row = row_id // G
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    out_n, dq_n = H * E, H * D
+    sample = first if PACKED else b * N
+    out_ptr += sample * out_n.to(tl.int64) + head * E
+    dq_ptr += sample * dq_n.to(tl.int64) + head * D
+    behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
+    row_ptr = kept_ptr + behind
+    delta_ptr = slope_ptr + behind
+    kept_ptr += key_row * M
+    table_ptr += key_row * (M * (D + E))
+    if OFFSET:
+        offset_ptr += head // G * OWN * M
+    held_w = hold(table_ptr, M, D, BLOCK_M, BLOCK_D, HOLD)
+    held_means = hold(table_ptr + M * D, M, E, BLOCK_M, BLOCK_E, HOLD)
+
+    for start in range(low, high, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
+        dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E)  # [N, E]
+        out = tile(out_ptr, start, out_n, n < high, E, BLOCK_E)  # [N, E]
+        delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [N]
+        tl.store(delta_ptr + n, delta, mask=n < high)
+        whole = tl.load(row_ptr + n, mask=n < high, other=0.0)
+        dout = dout.to(DOT)
+        dq = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        if HOLD:
+            for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
+                bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
+                dq = turn_query(
+                    q, dout, delta, whole, held_w[i], held_means[i], bias, dq, PRECISION
+                )
+        else:
+            for start_m in range(0, M, BLOCK_M):
+                w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
+                means = rows(table_ptr + M * D, start_m, M, E, BLOCK_M, BLOCK_E)
+                bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
+                dq = turn_query(q, dout, delta, whole, w, means, bias, dq, PRECISION)
+        put(dq_ptr, start, dq_n, n < high, dq * LN2, D, BLOCK_D)
+
+
+@launched
+def sum_queries_kernel(
+    q_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, dout_ptr, slope_ptr, dshare_ptr,
+    q_b, q_h, q_n, dout_b, dout_h, dout_n,
+    H, G, N, KEYROWS,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M features, one split of the queries of one head."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // H, row_id % H
+    key_row = row_id // G
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
+    row_ptr = kept_ptr + behind
+    delta_ptr = slope_ptr + behind
+    if OFFSET:
+        offset_ptr += head // G * OWN * M
+    start_m = tl.program_id(2) * BLOCK_M
+    w = rows(table_ptr + key_row * (M * (D + E)), start_m, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+    bias = sums(kept_ptr + key_row * M, start_m, offset_ptr, OFFSET, M, BLOCK_M)
+
+    total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(low, high, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
+        dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
+        whole = tl.load(row_ptr + n, mask=n < high, other=float("inf"))
+        delta = tl.load(delta_ptr + n, mask=n < high, other=0.0)
+        logits = tl.dot(w, tl.trans(q), input_precision=PRECISION) + bias[:, None]  # [M, N]
+        weights = tl.exp2(logits - whole[None, :])
+        mass += tl.sum(weights * delta[None, :], 1)
+        total = tl.dot(weights.to(DOT), dout, total, input_precision=PRECISION)
+
+    m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    dshare_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (M * (E + 1))
+    exists = (m < M)[:, None] & (e < E)[None, :]
+    tl.store(dshare_ptr + m[:, None] * E + e[None, :], total, mask=exists)
+    tl.store(dshare_ptr + M * E + m, mass, mask=m < M)
+
+
+@launched
+def add_kernel(
+    dshare_ptr, dtable_ptr, slope_ptr,
+    N, DSHARES,
+    E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: dS and t of BLOCK_M features of one key head, from all its heads' shares."""
+    row_id = tl.program_id(0).to(tl.int64)
+    m, e = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    exists = (m < M)[:, None] & (e < E)[None, :]
+    dshare_ptr += row_id * DSHARES * (M * (E + 1))
+    total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    for _ in tl.range(0, DSHARES, num_stages=3):
+        total += tl.load(dshare_ptr + m[:, None] * E + e[None, :], mask=exists, other=0.0)
+        mass += tl.load(dshare_ptr + M * E + m, mask=m < M, other=0.0)
+        dshare_ptr += M * (E + 1)
+    dtable_ptr += row_id * (M * E)
+    dtype = dtable_ptr.dtype.element_ty
+    tl.store(dtable_ptr + m[:, None] * E + e[None, :], total.to(dtype), mask=exists)
+    tl.store(slope_ptr + row_id * M + m, mass, mask=m < M)
+
+
+@launched
+def grad_keys_kernel(
+    k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, dtable_ptr, slope_ptr, dk_ptr, dv_ptr,
+    k_b, k_h, k_n, v_b, v_h, v_n,
+    HKV, N, curvature,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    HOLD: tl.constexpr,
+):  # fmt: skip
+    """One program: one split of the keys of one key head."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // HKV, row_id % HKV
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    if MASKED:
+        mask_ptr += first if PACKED else b * N
+    k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
+    dk_n, dv_n = HKV * D, HKV * E
+    sample = first if PACKED else b * N
+    dk_ptr += sample * dk_n.to(tl.int64) + head * D
+    dv_ptr += sample * dv_n.to(tl.int64) + head * E
+    table_ptr += row_id * (M * (D + E))
+    kept_ptr += row_id * M
+    dtable_ptr += row_id * (M * E)
+    slope_ptr += row_id * M
+    held_w = hold(table_ptr, M, D, BLOCK_M, BLOCK_D, HOLD)
+    held_dmeans = hold(dtable_ptr, M, E, BLOCK_M, BLOCK_E, HOLD)
+
+    for start in range(low, high, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        keep = visible(mask_ptr, n, high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+        wide = k.to(tl.float32)
+        half = tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)
+        half = tl.where(keep, half, float("inf"))  # a key that is not kept has no weight
+        dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+        along = tl.zeros((BLOCK_N,), tl.float32)
+        m = tl.arange(0, BLOCK_M)
+        narrow = k.to(DOT)
+        if HOLD:
+            for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
+                dk, dv, along = turn_key(
+                    narrow, v, half, held_w[i], held_dmeans[i], kept_ptr, slope_ptr,
+                    i * BLOCK_M + m, dk, dv, along, M, PRECISION,
+                )  # fmt: skip
+        else:
+            for start_m in range(0, M, BLOCK_M):
+                w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
+                dmeans = rows(dtable_ptr, start_m, M, E, BLOCK_M, BLOCK_E)
+                dk, dv, along = turn_key(
+                    narrow, v, half, w, dmeans, kept_ptr, slope_ptr,
+                    start_m + m, dk, dv, along, M, PRECISION,
+                )  # fmt: skip
+        dk = dk * LN2 - wide * (curvature * along)[:, None]
+        put(dk_ptr, start, dk_n, n < high, dk, D, BLOCK_D)
+        put(dv_ptr, start, dv_n, n < high, dv, E, BLOCK_E)

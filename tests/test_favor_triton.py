@@ -1,0 +1,238 @@
+"""The FAVOR+ kernels against the float64 definition: interpreted in float32 without a GPU."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastattn import testing
+from fastattn.ops import draw_projection, favor_attention, favor_attention_reference
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
+VARIANTS = ("positive", "hyperbolic", "oprf")
+kernels = partial(favor_attention, backend="triton")
+
+CASES = (
+    testing.AttentionCase("one-token", "empty splits", 1, 1, 1, 1, 1, 16, 16),
+    testing.AttentionCase("ragged", "no size fits a tile", 2, 2, 2, 77, 77, 20, 12),
+    testing.AttentionCase("grouped", "shares of several heads add up", 1, 4, 2, 150, 150, 16, 16),
+    testing.AttentionCase("narrow", "far less than a tile", 1, 2, 2, 35, 35, 1, 1),
+    testing.AttentionCase("widest", "the largest widths", 1, 1, 1, 17, 17, 256, 256),
+    testing.AttentionCase("longer-keys", "s > n", 1, 2, 1, 9, 70, 16, 24),
+    testing.AttentionCase("shorter-keys", "s < n", 1, 2, 1, 70, 9, 16, 8),
+)
+
+
+def bound(case, m=24, heads=None, **options):
+    """The kernels and the definition, with a projection that has no gradient.
+
+    For bfloat16 it is, scaled, one that bfloat16 holds: the kernels round it.
+    """
+    w = draw_projection(m, case.d, num_heads=heads)
+    scale = case.d**-0.5
+    options["scale"] = scale
+
+    def rounded(dtype, wide):
+        factor = scale**0.5 * 1.4426950408889634
+        directions = w.to(DEVICE)
+        if dtype == torch.bfloat16 and options.get("variant", "positive") != "oprf":
+            directions = (directions * factor).bfloat16().double() / factor
+        return directions.to(wide)
+
+    return (
+        lambda q, k, v: kernels(q, k, v, rounded(q.dtype, torch.float32), **options),
+        lambda dtype: (
+            lambda q, k, v: favor_attention_reference(
+                q, k, v, rounded(dtype, torch.promote_types(q.dtype, torch.float32)), **options
+            )
+        ),
+    )
+
+
+def compare(case, dtypes=DTYPES, **options):
+    tried, reference = bound(case, **options)
+    for dtype in dtypes:
+        q, k, v = case.inputs(dtype, DEVICE)
+        testing.assert_as_accurate_as(tried, reference(dtype), [q, k, v])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_value_and_gradients_are_as_accurate_as_the_definition(case, variant):
+    compare(case, variant=variant, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 300])
+def test_any_number_of_features_will_do(m):
+    compare(CASES[1], m=m, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_head_can_have_a_projection_of_its_own(variant):
+    compare(CASES[2], heads=2, variant=variant, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize("place", ["left", "interior", "all"])
+def test_padding_is_as_accurate_as_the_definition(place):
+    mask = testing.padding_masks(2, 77)[place].to(DEVICE)
+    compare(CASES[1], key_padding_mask=mask, dtypes=[torch.float32])
+
+
+def test_packed_sequences_are_as_accurate_as_the_definition():
+    ends = torch.tensor([0, 0, 3, 66, 150], dtype=torch.int32, device=DEVICE)
+    mask = testing.padding_masks(1, 150)["interior"].to(DEVICE)
+    compare(CASES[2], key_padding_mask=mask, cu_seqlens=ends, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize("place", ["none", "interior"])
+def test_the_error_is_that_of_the_dtype_at_every_scale_of_the_inputs(place):
+    case = testing.AttentionCase("", "", 2, 2, 2, 200, 200, 64, 64)
+    mask = testing.padding_masks(2, 200)[place]
+    mask = None if mask is None else mask.to(DEVICE)
+    tried, reference = bound(case, m=64, key_padding_mask=mask)
+    for dtype in DTYPES:
+        for std, allowed in ((0.1, 3e-6), (1, 3e-6), (4, 3e-6), (16, 1e-5)):
+            q, k, v = case.inputs(torch.float32, DEVICE)
+            leaves = [(q * std).to(dtype), (k * std).to(dtype), v.to(dtype)]
+            want = reference(dtype)(*(x.double() for x in leaves))
+            error = (tried(*leaves) - want).norm() / want.norm()
+            assert error <= (allowed if dtype == torch.float32 else 5e-3), (dtype, std)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_gradients_in_half_precision_have_its_error(case, dtype):
+    """Weights are rounded to the dtype before they meet the values, and directions to bfloat16."""
+    for variant in VARIANTS[:2]:
+        tried, reference = bound(case, m=64, variant=variant)
+        leaves = case.inputs(dtype, DEVICE)
+        exact = testing.value_and_grads(reference(dtype), [x.double() for x in leaves])
+        got = testing.value_and_grads(tried, leaves)
+        largest = max(x.norm() for x in exact)
+        for a, b in zip(got, exact, strict=True):
+            assert (a - b).norm() <= 2e-2 * b.norm() + 1e-3 * largest
+
+
+def test_a_nan_is_not_swallowed_and_stays_in_its_sequence():
+    for place in range(3):
+        leaves = [torch.randn(2, 1, 40, 8, device=DEVICE) for _ in range(3)]
+        leaves[place][0, 0, 5] = torch.nan
+        out = kernels(*leaves, draw_projection(16, 8).to(DEVICE))
+        assert out[0, 0, 5].isnan().all()
+        assert not out[1].isnan().any()
+
+
+def test_what_stands_in_padding_changes_nothing():
+    q, k, v = CASES[1].inputs(torch.float32, DEVICE)
+    mask = testing.padding_masks(2, 77)["interior"].to(DEVICE)
+    tried, _ = bound(CASES[1], key_padding_mask=mask)
+    clean = testing.value_and_grads(tried, [q, k, v])
+    hidden = mask[:, None, :, None]
+    dirty = [q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.inf)]
+    for a, b in zip(clean, testing.value_and_grads(tried, dirty), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_runs_are_bitwise_equal_and_a_sample_does_not_see_its_neighbours():
+    q, k, v = (torch.randn(2, 2, 150, 8, device=DEVICE) for _ in range(3))
+    tried, _ = bound(testing.AttentionCase("", "", 2, 2, 2, 150, 150, 8, 8))
+    one, two = (testing.value_and_grads(tried, [q, k, v]) for _ in range(2))
+    other = testing.value_and_grads(
+        tried, [torch.cat((x[:1], torch.randn_like(x[1:])), 0) for x in (q, k, v)]
+    )
+    for a, b, c in zip(one, two, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[:1], c[:1])
+
+
+def test_memory_around_the_buffers_is_neither_read_nor_left_in_the_results():
+    """Inputs and upstream gradient lie inside NaN, and so does the memory of every result."""
+
+    def surrounded(x):
+        b, h, n, d = x.shape
+        inside = torch.full((b, h, n + 9, d + 16), torch.nan, device=DEVICE)[:, :, 4 : 4 + n, 8:-8]
+        return inside.copy_(x)
+
+    for case in (CASES[1], CASES[3]):
+        leaves = case.inputs(torch.float32, DEVICE)
+        upstream = torch.randn(*leaves[0].shape[:3], case.e, device=DEVICE)
+        tried, _ = bound(case)
+        results = []
+        for around in (torch.clone, surrounded):
+            xs = [around(x).requires_grad_() for x in leaves]
+            torch.use_deterministic_algorithms(around is surrounded)  # fills new memory with NaN
+            try:
+                out = tried(*xs)
+                results.append([out, *torch.autograd.grad(out, xs, around(upstream))])
+            finally:
+                torch.use_deterministic_algorithms(False)
+        for clean, got in zip(*results, strict=True):
+            assert torch.equal(clean, got)
+
+
+def test_the_registered_operators_pass_opcheck():
+    q, k, v = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
+    w = draw_projection(16, 8, num_heads=2).to(DEVICE)
+    tests = ("test_schema", "test_faketensor")
+    for mask, offsets in ((None, None), (torch.rand(1, 20, device=DEVICE) < 0.3, w.sum(-1))):
+        forward = (q, k, v, mask, None, w, offsets, 0.5, 0.25)
+        torch.library.opcheck(torch.ops.fastattn.favor_forward.default, forward, test_utils=tests)
+        kept = torch.ops.fastattn.favor_forward(*forward)
+        backward = (torch.randn_like(kept[0]), q, k, v, *kept, mask, None, w, offsets, 0.25)
+        torch.library.opcheck(torch.ops.fastattn.favor_backward.default, backward, test_utils=tests)
+
+
+def test_it_compiles_whole_and_once_for_twenty_lengths():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    w = draw_projection(16, 8).to(DEVICE)
+    run = lambda q, k, v: kernels(q, k, v, w)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    for n in range(20, 40):
+        leaves = [torch.randn(1, 1, n, 8, device=DEVICE) for _ in range(3)]
+        if n in (20, 39):
+            for got, want in zip(
+                testing.value_and_grads(compiled, leaves),
+                testing.value_and_grads(run, leaves),
+                strict=True,
+            ):
+                torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
+def test_a_second_derivative_raises_and_func_grad_works():
+    q, k, v = (torch.randn(1, 1, 9, 8, device=DEVICE).requires_grad_() for _ in range(3))
+    w = draw_projection(16, 8).to(DEVICE)
+    (dq,) = torch.autograd.grad(kernels(q, k, v, w).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+    loss = lambda q: kernels(q, k, v, w).square().sum()  # noqa: E731
+    (want,) = torch.autograd.grad(loss(q), q)
+    torch.testing.assert_close(torch.func.grad(loss)(q.detach()), want)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 5, 5), (2, 0, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0)], ids=str)
+def test_empty_batches_and_sequences_are_no_error(sizes):
+    b, h, n, s = sizes
+    leaves = [torch.randn(b, h, n, 4), torch.randn(b, max(h, 1), s, 4)]
+    leaves = [x.to(DEVICE).requires_grad_() for x in (*leaves, torch.randn(b, max(h, 1), s, 3))]
+    out = kernels(*leaves, draw_projection(8, 4).to(DEVICE))
+    assert (out == 0).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_what_the_kernels_cannot_do_says_why():
+    q = torch.randn(1, 1, 5, 8, device=DEVICE)
+    w = draw_projection(8, 8).to(DEVICE)
+    for message, options in (
+        ("not causal", {"causal": True}),
+        ('no variant "relu"', {"variant": "relu"}),
+        ("no gradient of the projection", {"projection": w.clone().requires_grad_()}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels(**({"q": q, "k": q, "v": q, "projection": w} | options))
