@@ -117,8 +117,8 @@ def favor(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, 
         most, stages = 64, 2
     if dtype != torch.bfloat16 or max(block_d, block_e) > 64:
         tokens, most, warps, stages = min(tokens, 32), min(most, 64), 8, 2
-    if dtype == torch.float32:  # exact products run outside the tensor cores, in registers
-        most = min(most, 32)
+    if dtype == torch.float32 or size * max(block_d, block_e) > 512:
+        tokens, most = min(tokens, 32), min(most, 32)
     # the table stays in shared memory where two programs' fit
     hold = features * (block_d + block_e) * size <= 80 * 1024
     return {

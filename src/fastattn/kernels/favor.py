@@ -88,8 +88,8 @@ def sum_keys_kernel(
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
         wide = k.to(tl.float32)
         half = tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)  # [N]
-        logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION)  # [M, N]
-        logits = tl.where(keep[None, :], logits - half[None, :], -float("inf"))
+        half = tl.where(keep, half, float("inf"))  # a key that is not kept has no weight
+        logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION) - half[None, :]  # [M, N]
         larger = tl.maximum(top, tl.max(logits, 1))
         finite = tl.where(larger == -float("inf"), 0.0, larger)
         scale = tl.exp2(top - finite)
