@@ -137,14 +137,16 @@ def favor_calls() -> dict[str, Callable[[], object]]:
     """Forward and backward at the widths, numbers of features, dtypes and forms that differ."""
     from fastattn.ops import favor_triton as path
 
-    def call(d, m, dtype, masked=False, packed=False, offset=False):
+    def call(d, m, dtype, masked=False, packed=False, offset=False, causal=False, e=None):
         b = 1 if packed else 2
-        q, k, v = (torch.zeros(b, 64, 4, d, dtype=dtype).transpose(1, 2) for _ in range(3))
+        widths = (d, d, e or d)
+        q, k, v = (torch.zeros(b, 64, 4, x, dtype=dtype).transpose(1, 2) for x in widths)
         mask = torch.zeros(b, 64, dtype=torch.bool) if masked else None
         ends = torch.tensor([0, 64], dtype=torch.int32) if packed else None
         w = torch.zeros(4, m, d)
         options = (mask, ends, w, torch.zeros(4, m) if offset else None)
-        kept = path._forward(q, k, v, *options, 0.5, 0.25)
+        kept = path._forward(q, k, v, *options, 0.5, 0.25, causal)
+        kept += [] if causal else [None]
         path._backward(kept[0], q, k, v, *kept, *options, 0.25)
 
     calls = {}
@@ -152,7 +154,13 @@ def favor_calls() -> dict[str, Callable[[], object]]:
         for d, m in ((16, 16), (64, 64), (64, 256), (64, 512), (128, 256), (256, 512)):
             name = f"{str(dtype)[6:]} d{d} m{m}"
             calls[name] = lambda a=(d, m, dtype): call(*a)
+            if m <= 256:
+                width = min(d, path._tuning.favor_values(m, dtype))
+                calls[f"{name} causal"] = lambda a=(d, m, dtype), e=width: call(
+                    *a, causal=True, e=e
+                )
     bf16 = torch.bfloat16
+    calls["bfloat16 packed masked causal"] = lambda: call(64, 256, bf16, True, True, True, True)
     calls["bfloat16 packed masked"] = lambda: call(64, 256, bf16, True, True)
     calls["bfloat16 masked offset"] = lambda: call(64, 256, bf16, True, offset=True)
     return calls

@@ -60,34 +60,51 @@ def compare(case, dtypes=DTYPES, **options):
         testing.assert_as_accurate_as(tried, reference(dtype), [q, k, v])
 
 
+forms = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+
+
+@forms
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_value_and_gradients_are_as_accurate_as_the_definition(case, variant):
+def test_value_and_gradients_are_as_accurate_as_the_definition(case, variant, causal):
+    if causal and case.n != case.s:
+        pytest.skip("causal attention has as many keys as queries")
     if variant == "oprf" and case.name == "widest":
         pytest.skip("its exponents, of the order of d, are rounded to more than this allows")
-    compare(case, variant=variant, dtypes=[torch.float32])
+    compare(case, variant=variant, causal=causal, dtypes=[torch.float32])
 
 
-@pytest.mark.parametrize("m", [1, 16, 40, 300])
-def test_any_number_of_features_will_do(m):
-    compare(CASES[1], m=m, dtypes=[torch.float32])
+@pytest.mark.parametrize(
+    ("m", "causal"), [(1, False), (40, False), (300, False), (1, True), (40, True)]
+)
+def test_any_number_of_features_will_do(m, causal):
+    compare(CASES[1], m=m, causal=causal, dtypes=[torch.float32])
 
 
+@forms
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_head_can_have_a_projection_of_its_own(variant):
-    compare(CASES[2], heads=2, variant=variant, dtypes=[torch.float32])
+def test_each_head_can_have_a_projection_of_its_own(variant, causal):
+    compare(CASES[2], heads=2, variant=variant, causal=causal, dtypes=[torch.float32])
 
 
+@forms
 @pytest.mark.parametrize("place", ["left", "interior", "all"])
-def test_padding_is_as_accurate_as_the_definition(place):
+def test_padding_is_as_accurate_as_the_definition(place, causal):
     mask = testing.padding_masks(2, 77)[place].to(DEVICE)
-    compare(CASES[1], key_padding_mask=mask, dtypes=[torch.float32])
+    compare(CASES[1], causal=causal, key_padding_mask=mask, dtypes=[torch.float32])
 
 
-def test_packed_sequences_are_as_accurate_as_the_definition():
+def test_wide_values_are_cut_into_columns():
+    case = testing.AttentionCase("", "", 1, 1, 1, 40, 40, 8, 100)
+    compare(case, m=100, causal=True, dtypes=[torch.float32])
+
+
+@forms
+def test_packed_sequences_are_as_accurate_as_the_definition(causal):
     ends = torch.tensor([0, 0, 3, 66, 150], dtype=torch.int32, device=DEVICE)
     mask = testing.padding_masks(1, 150)["interior"].to(DEVICE)
-    compare(CASES[2], key_padding_mask=mask, cu_seqlens=ends, dtypes=[torch.float32])
+    options = {"key_padding_mask": mask, "cu_seqlens": ends, "causal": causal}
+    compare(CASES[2], dtypes=[torch.float32], **options)
 
 
 @pytest.mark.parametrize("place", ["none", "interior"])
@@ -105,13 +122,58 @@ def test_the_error_is_that_of_the_dtype_at_every_scale_of_the_inputs(place):
             assert error <= (allowed if dtype == torch.float32 else 5e-3), (dtype, std)
 
 
+@pytest.mark.parametrize("place", ["none", "interior"])
+def test_the_causal_error_is_that_of_the_dtype_up_to_long_keys(place):
+    """|x|² is 100 at most for the longest; the shift of a feature is fixed beforehand."""
+    case = testing.AttentionCase("", "", 2, 2, 2, 200, 200, 64, 64)
+    mask = testing.padding_masks(2, 200)[place]
+    mask = None if mask is None else mask.to(DEVICE)
+    tried, reference = bound(case, m=64, key_padding_mask=mask, causal=True)
+    for dtype in DTYPES:
+        for std in (0.1, 1, 2.5):
+            q, k, v = case.inputs(torch.float32, DEVICE)
+            leaves = [(q * std).to(dtype), (k * std).to(dtype), v.to(dtype)]
+            assert leaves[1].float().square().sum(-1).max() * 64**-0.5 < 100
+            want = reference(dtype)(*(x.double() for x in leaves))
+            error = (tried(*leaves) - want).norm() / want.norm()
+            assert error <= (2e-5 if dtype == torch.float32 else 1e-2), (dtype, std)
+
+
+@pytest.mark.parametrize("std", [10, 100, 10_000])
+def test_causal_outputs_stay_means_of_the_values_seen_at_any_scale(std):
+    q, k = (std * torch.randn(1, 1, 70, 16, device=DEVICE) for _ in range(2))
+    v = torch.eye(70, device=DEVICE).expand(1, 1, 70, 70)
+    w = draw_projection(32, 16).to(DEVICE)
+    weights = kernels(q, k, v, w, causal=True)
+    assert (weights >= 0).all()
+    assert (weights.triu(1) == 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 1, 70, device=DEVICE))
+
+
+@pytest.mark.parametrize("what", [1e4, float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("at", [1, 40, 64])
+def test_a_token_changes_no_earlier_output(at, what):
+    q, k, v = (torch.randn(1, 1, 70, 8, device=DEVICE) for _ in range(3))
+    w = draw_projection(16, 8).to(DEVICE)
+    before = kernels(q, k, v, w, causal=True)
+    for x in (q, k, v):
+        x[:, :, at:] = what
+    after = kernels(q, k, v, w, causal=True)
+    assert torch.equal(before[:, :, :at], after[:, :, :at])
+    if what != what:
+        assert after[:, :, at:].isnan().all()
+
+
 @pytest.mark.gpu
+@forms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_gradients_in_half_precision_have_its_error(case, dtype):
+def test_gradients_in_half_precision_have_its_error(case, dtype, causal):
     """Weights are rounded to the dtype before they meet the values, and directions to bfloat16."""
+    if causal and case.n != case.s:
+        pytest.skip("causal attention has as many keys as queries")
     for variant in VARIANTS[:2]:
-        tried, reference = bound(case, m=64, variant=variant)
+        tried, reference = bound(case, m=64, variant=variant, causal=causal)
         leaves = case.inputs(dtype, DEVICE)
         exact = testing.value_and_grads(reference(dtype), [x.double() for x in leaves])
         got = testing.value_and_grads(tried, leaves)
@@ -120,19 +182,21 @@ def test_gradients_in_half_precision_have_its_error(case, dtype):
             assert (a - b).norm() <= 2e-2 * b.norm() + 2e-3 * largest
 
 
-def test_a_nan_is_not_swallowed_and_stays_in_its_sequence():
+@forms
+def test_a_nan_is_not_swallowed_and_stays_in_its_sequence(causal):
     for place in range(3):
         leaves = [torch.randn(2, 1, 40, 8, device=DEVICE) for _ in range(3)]
         leaves[place][0, 0, 5] = torch.nan
-        out = kernels(*leaves, draw_projection(16, 8).to(DEVICE))
+        out = kernels(*leaves, draw_projection(16, 8).to(DEVICE), causal=causal)
         assert out[0, 0, 5].isnan().all()
         assert not out[1].isnan().any()
 
 
-def test_what_stands_in_padding_changes_nothing():
+@forms
+def test_what_stands_in_padding_changes_nothing(causal):
     q, k, v = CASES[1].inputs(torch.float32, DEVICE)
     mask = testing.padding_masks(2, 77)["interior"].to(DEVICE)
-    tried, _ = bound(CASES[1], key_padding_mask=mask)
+    tried, _ = bound(CASES[1], key_padding_mask=mask, causal=causal)
     clean = testing.value_and_grads(tried, [q, k, v])
     hidden = mask[:, None, :, None]
     dirty = [q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.inf)]
@@ -140,9 +204,10 @@ def test_what_stands_in_padding_changes_nothing():
         assert torch.equal(a, b)
 
 
-def test_two_runs_are_bitwise_equal_and_a_sample_does_not_see_its_neighbours():
+@forms
+def test_two_runs_are_bitwise_equal_and_a_sample_does_not_see_its_neighbours(causal):
     q, k, v = (torch.randn(2, 2, 150, 8, device=DEVICE) for _ in range(3))
-    tried, _ = bound(testing.AttentionCase("", "", 2, 2, 2, 150, 150, 8, 8))
+    tried, _ = bound(testing.AttentionCase("", "", 2, 2, 2, 150, 150, 8, 8), causal=causal)
     one, two = (testing.value_and_grads(tried, [q, k, v]) for _ in range(2))
     other = testing.value_and_grads(
         tried, [torch.cat((x[:1], torch.randn_like(x[1:])), 0) for x in (q, k, v)]
@@ -152,7 +217,8 @@ def test_two_runs_are_bitwise_equal_and_a_sample_does_not_see_its_neighbours():
         assert torch.equal(a[:1], c[:1])
 
 
-def test_memory_around_the_buffers_is_neither_read_nor_left_in_the_results():
+@forms
+def test_memory_around_the_buffers_is_neither_read_nor_left_in_the_results(causal):
     """Inputs and upstream gradient lie inside NaN, and so does the memory of every result."""
 
     def surrounded(x):
@@ -163,7 +229,7 @@ def test_memory_around_the_buffers_is_neither_read_nor_left_in_the_results():
     for case in (CASES[1], CASES[3]):
         leaves = case.inputs(torch.float32, DEVICE)
         upstream = torch.randn(*leaves[0].shape[:3], case.e, device=DEVICE)
-        tried, _ = bound(case)
+        tried, _ = bound(case, causal=causal)
         results = []
         for around in (torch.clone, surrounded):
             xs = [around(x).requires_grad_() for x in leaves]
@@ -181,19 +247,22 @@ def test_the_registered_operators_pass_opcheck():
     q, k, v = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
     w = draw_projection(16, 8, num_heads=2).to(DEVICE)
     tests = ("test_schema", "test_faketensor")
-    for mask, offsets in ((None, None), (torch.rand(1, 20, device=DEVICE) < 0.3, w.sum(-1))):
-        forward = (q, k, v, mask, None, w, offsets, 0.5, 0.25)
+    masked = torch.rand(1, 20, device=DEVICE) < 0.3
+    for mask, offsets, causal in ((None, None, False), (masked, w.sum(-1), True)):
+        forward = (q, k, v, mask, None, w, offsets, 0.5, 0.25, causal)
         torch.library.opcheck(torch.ops.fastattn.favor_forward.default, forward, test_utils=tests)
         kept = torch.ops.fastattn.favor_forward(*forward)
+        kept = [*kept, *(() if causal else (None,))]
         backward = (torch.randn_like(kept[0]), q, k, v, *kept, mask, None, w, offsets, 0.25)
         torch.library.opcheck(torch.ops.fastattn.favor_backward.default, backward, test_utils=tests)
 
 
-def test_it_compiles_whole_and_once_for_twenty_lengths():
+@forms
+def test_it_compiles_whole_and_once_for_twenty_lengths(causal):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     w = draw_projection(16, 8).to(DEVICE)
-    run = lambda q, k, v: kernels(q, k, v, w)  # noqa: E731
+    run = lambda q, k, v: kernels(q, k, v, w, causal=causal)  # noqa: E731
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
     for n in range(20, 40):
         leaves = [torch.randn(1, 1, n, 8, device=DEVICE) for _ in range(3)]
@@ -230,9 +299,9 @@ def test_empty_batches_and_sequences_are_no_error(sizes):
 
 def test_what_the_kernels_cannot_do_says_why():
     q = torch.randn(1, 1, 5, 8, device=DEVICE)
-    w = draw_projection(8, 8).to(DEVICE)
+    w, many = (draw_projection(m, 8).to(DEVICE) for m in (8, 200))
     for message, options in (
-        ("not causal", {"causal": True}),
+        ("up to 256 features", {"causal": True, "variant": "hyperbolic", "projection": many}),
         ('no variant "relu"', {"variant": "relu"}),
         ("no gradient of the projection", {"projection": w.clone().requires_grad_()}),
     ):

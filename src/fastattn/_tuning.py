@@ -132,6 +132,31 @@ def favor(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
+def favor_values(m: int, dtype: torch.dtype) -> int:
+    """How many columns of v one causal call takes, so that S (m, e) stays in registers."""
+    return max(16, (4096 if dtype == torch.float32 else 16384) // _block(m))
+
+
+@cache
+def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of a causal FAVOR+ kernel: "prepare", "attend", "grad_queries" or "grad_keys"."""
+    block_d, block_e, features = _block(d), _block(e), _block(m)
+    if kernel == "prepare":
+        tokens, features, warps = 0, min(features, 32), 4
+    else:
+        tokens, warps = 64, 8
+        if dtype != torch.bfloat16 or max(block_d, block_e) > 64:
+            tokens = 16
+    return {
+        "BLOCK_M": features,
+        "BLOCK_N": tokens,
+        "BLOCK_D": block_d,
+        "BLOCK_E": block_e,
+        "num_warps": warps,
+        "num_stages": 2,
+    }
+
+
 def dot_type(dtype: torch.dtype) -> tuple[str, str]:
     """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
 

@@ -1,8 +1,8 @@
-"""The Triton path of FAVOR+, where every query sees every key: registered forward and backward.
+"""The Triton path of FAVOR+: one registered operator forward and one backward.
 
 Importing this file imports no triton. Between forward and backward are kept the inputs, the output,
-one table a key head (directions and mean values, (m, d + e)) and log-sums: one number a feature and
-one a row.
+one table a key head (directions and mean values, (m, d + e)), one number a feature and one a row,
+and, where attention is causal, the shares of S, one per split.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ LOG2E = 1.4426950408889634
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "favor_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens, "
-    "Tensor directions, Tensor? offsets, float factor, float curvature) -> Tensor[]"
-)  # out, table, kept
+    "Tensor directions, Tensor? offsets, float factor, float curvature, bool causal) -> Tensor[]"
+)  # out, table, kept; where causal, shares
 _lib.define(
     "favor_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor table, "
-    "Tensor kept, Tensor? mask, Tensor? cu_seqlens, Tensor directions, Tensor? offsets, "
-    "float curvature) -> Tensor[]"
+    "Tensor kept, Tensor? shares, Tensor? mask, Tensor? cu_seqlens, Tensor directions, "
+    "Tensor? offsets, float curvature) -> Tensor[]"
 )  # dq, dk, dv
 
 
 def refusal(q: Tensor, features: Features, causal: bool) -> str | None:
     """Why the kernels cannot run on these inputs, or None."""
-    if causal:
-        return "it is not causal"
+    if causal and features.directions.shape[1] > 256:
+        return "where causal it takes up to 256 features"
     if features.curvature is None:
         return 'it has no variant "relu"'
     learned = features.directions.requires_grad
@@ -58,12 +58,18 @@ def attend(
 ) -> Tensor:
     """:func:`fastattn.ops.favor_attention`, behind its door."""
     assert features.curvature is not None
-    assert not causal
-    arguments = (q, k, v, key_padding_mask, cu_seqlens, features.directions, features.offsets)
-    numbers = (features.factor, features.curvature)
-    if torch.is_grad_enabled():
-        return _autograd.apply(_Favor, *arguments, *numbers)[0]
-    return _Favor.forward(*arguments, *numbers)[0]
+    about = (key_padding_mask, cu_seqlens, features.directions, features.offsets)
+    numbers = (features.factor, features.curvature, causal)
+    width = _tuning.favor_values(features.directions.shape[1], q.dtype) if causal else 256
+
+    def run(v: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _autograd.apply(_Favor, q, k, v, *about, *numbers)[0]
+        return _Favor.forward(q, k, v, *about, *numbers)[0]
+
+    if v.shape[3] <= width:
+        return run(v)
+    return torch.cat([run(x) for x in v.split(width, -1)], -1)
 
 
 class _Favor(torch.autograd.Function):
@@ -74,8 +80,9 @@ class _Favor(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, mask, cu_seqlens, directions, offsets, _, ctx.curvature = inputs
-        ctx.save_for_backward(q, k, v, *output, mask, cu_seqlens, directions, offsets)
+        q, k, v, mask, cu_seqlens, directions, offsets, _, ctx.curvature, causal = inputs
+        kept = output if causal else (*output, None)
+        ctx.save_for_backward(q, k, v, *kept, mask, cu_seqlens, directions, offsets)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
@@ -87,11 +94,11 @@ class _Favor(torch.autograd.Function):
 
 def _backward_pass(ctx: Any, dout: Tensor | None, *_: None) -> Any:
     if dout is None:
-        return (None,) * 9
+        return (None,) * 10
     operator = torch.ops.fastattn.favor_backward.default
     return (
         *_autograd.call(operator, _backward, dout, *ctx.saved_tensors, ctx.curvature),
-        *(None,) * 6,
+        *(None,) * 7,
     )
 
 
@@ -109,6 +116,7 @@ class _Options(NamedTuple):
     offset: bool
     masked: bool
     packed: bool
+    causal: bool
     unit: int
 
 
@@ -116,7 +124,6 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
     """All constants, by the names that the kernels have for them, and the tiles."""
     import triton.language as tl
 
-    name = kernel.split(".")[1]
     dot, precision = _tuning.dot_type(options.dtype)
     return {
         "UNIT": options.unit,
@@ -129,8 +136,14 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
         "PACKED": options.packed,
         "PRECISION": precision,
         "DOT": getattr(tl, dot),
-        **_tuning.favor(name, options.d, options.e, options.m, options.dtype),
+        **_tiles(kernel, options),
     }
+
+
+def _tiles(kernel: str, options: _Options) -> dict[str, int]:
+    module, name = kernel.split(".")
+    choose = _tuning.favor_causal if module == "favor_causal" else _tuning.favor
+    return choose(name, options.d, options.e, options.m, options.dtype)
 
 
 def _sizes(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
@@ -140,41 +153,71 @@ def _sizes(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
 
 
 def _options(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, cu_seqlens: Any, directions: Tensor, offsets: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    cu_seqlens: Any,
+    directions: Tensor,
+    offsets: Any,
+    causal: bool,
 ) -> _Options:
     """Strides count as aligned if all are multiples of 8 elements."""
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     unit = 1 if any(s % 8 for s in strides) else 8
     heads, m, d = directions.shape
-    given = (offsets is not None, mask is not None, cu_seqlens is not None)
+    given = (offsets is not None, mask is not None, cu_seqlens is not None, causal)
     return _Options(q.dtype, d, v.shape[3], m, heads > 1, *given, unit)
 
 
-def _tiles(kernel: str, options: _Options) -> int:
-    block = _tuning.favor(kernel, options.d, options.e, options.m, options.dtype)["BLOCK_M"]
-    return -(-options.m // block)
+def _blocks(kernel: str, options: _Options) -> int:
+    """Into how many blocks the features are cut."""
+    return -(-options.m // _tiles(kernel, options)["BLOCK_M"])
+
+
+def _splits(q: Tensor, rows: int, blocks: int, causal: bool) -> int:
+    """Where attention is causal, all kernels agree on the splits."""
+    return _tuning.linear_attention_splits(rows if causal else rows * blocks, q.device)
 
 
 def _forward_buffers(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, directions: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    directions: Tensor,
+    causal: bool,
 ) -> list[Tensor]:
-    kv_rows = _sizes(q, k, cu_seqlens)[1]
+    rows, kv_rows = _sizes(q, k, cu_seqlens)
     m, d = directions.shape[1:]
     b, h, n, _ = q.shape
     e = v.shape[3]
     dot = getattr(torch, _tuning.dot_type(q.dtype)[0])
-    return [
+    buffers = [
         heads_inside(q, e),
         q.new_empty(kv_rows * m * (d + e), dtype=dot),
         q.new_empty(kv_rows * m + b * h * n, dtype=torch.float32),
     ]
+    if causal:
+        size = kv_rows * _splits(q, rows, 1, True) * m * (e + 2)
+        buffers.append(q.new_empty(size, dtype=torch.float32))
+    return buffers
 
 
 @torch.library.register_fake("fastattn::favor_forward", lib=_lib)
 def _(
-    q: Any, k: Any, v: Any, mask: Any, cu_seqlens: Any, directions: Any, *rest: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    cu_seqlens: Any,
+    directions: Any,
+    offsets: Any,
+    factor: Any,
+    curvature: Any,
+    causal: bool,
 ) -> list[Tensor]:
-    return _forward_buffers(q, k, v, cu_seqlens, directions)
+    return _forward_buffers(q, k, v, cu_seqlens, directions, causal)
 
 
 @torch.library.register_fake("fastattn::favor_backward", lib=_lib)
@@ -192,32 +235,53 @@ def _forward(
     offsets: Tensor | None,
     factor: float,
     curvature: float,
+    causal: bool,
 ) -> list[Tensor]:
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
     directions = directions if directions.is_contiguous() else directions.contiguous()
     offsets = whole(offsets)
-    buffers = _forward_buffers(q, k, v, cu_seqlens, directions)
-    out, table, kept = buffers
+    buffers = _forward_buffers(q, k, v, cu_seqlens, directions, causal)
+    out, table, kept, *rest = buffers
     if out.numel() == 0:
         return buffers
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets)
+    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, causal)
     rows, kv_rows = _sizes(q, k, cu_seqlens)
     h, n, h_kv, m = q.shape[1], q.shape[2], k.shape[1], options.m
-    tiles = _tiles("sum_keys", options)
-    splits = _tuning.linear_attention_splits(kv_rows * tiles, q.device)
-    shares = q.new_empty(kv_rows * splits * m * (options.e + 2), dtype=torch.float32)
+    blocks = _blocks("favor.sum_keys", options)
+    splits = _splits(q, rows if causal else kv_rows, blocks, causal)
+    if causal:
+        (shares,) = rest
+    else:
+        shares = q.new_empty(kv_rows * splits * m * (options.e + 2), dtype=torch.float32)
     factor = factor * LOG2E
+    keys = (*k.stride()[:3], *v.stride()[:3])
     launch(
         "favor.sum_keys",
-        (kv_rows, splits, tiles),
-        (k, v, mask, cu_seqlens, directions, shares, *k.stride()[:3], *v.stride()[:3],
-         h_kv, k.shape[2], factor, curvature),
+        (kv_rows, splits, blocks),
+        (k, v, mask, cu_seqlens, directions, shares, *keys, h_kv, k.shape[2], factor, curvature),
         options,
         _constants,
-    )  # fmt: skip
+    )
+    if causal:
+        launch(
+            "favor_causal.prepare",
+            (kv_rows, _blocks("favor_causal.prepare", options), 1),
+            (directions, table, kept, h_kv, n, factor, curvature),
+            options,
+            _constants,
+        )
+        launch(
+            "favor_causal.attend",
+            (rows, splits, 1),
+            (q, k, v, mask, cu_seqlens, table, kept, offsets, shares, out,
+             *q.stride()[:3], *keys, h, h // h_kv, n, kv_rows, curvature),
+            options,
+            _constants,
+        )  # fmt: skip
+        return buffers
     launch(
         "favor.merge",
-        (kv_rows, _tiles("merge", options), 1),
+        (kv_rows, _blocks("favor.merge", options), 1),
         (shares, directions, table, kept, h_kv, n, splits, factor),
         options,
         _constants,
@@ -240,6 +304,7 @@ def _backward(
     out: Tensor,
     table: Tensor,
     kept: Tensor,
+    shares: Tensor | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     directions: Tensor,
@@ -252,34 +317,58 @@ def _backward(
     dq, dk, dv = buffers
     if out.numel() == 0:  # nothing looked at the keys
         return [x.zero_() for x in buffers]
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets)
+    causal = shares is not None
+    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, causal)
     if any(s % 8 for s in dout.stride()[:3]):
         options = options._replace(unit=1)
     rows, kv_rows = _sizes(q, k, cu_seqlens)
     (h, n), h_kv, m, e = q.shape[1:3], k.shape[1], options.m, options.e
     g = h // h_kv
-    tiles = _tiles("sum_queries", options)
-    splits = _tuning.linear_attention_splits(rows * tiles, q.device)
+    blocks = _blocks("favor_backward.sum_queries", options)
+    splits = _splits(q, rows, blocks, causal)
     dshares = q.new_empty(rows * splits * m * (e + 1), dtype=torch.float32)
-    dtable, slopes = table.new_empty(kv_rows * m * e), torch.empty_like(kept)
-    strides = (*q.stride()[:3], *dout.stride()[:3])
-    launch(
-        "favor_backward.grad_queries",
-        (rows, _tuning.linear_attention_splits(rows, q.device), 1),
-        (q, cu_seqlens, table, kept, offsets, out, dout, dq, slopes, *strides, h, g, n, kv_rows),
-        options,
-        _constants,
-    )
+    slopes = torch.empty_like(kept)
+    queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
+    sizes = (h, g, n, kv_rows)
+    if causal:
+        launch(
+            "favor_causal.grad_queries",
+            (rows, splits, 1),
+            (q, k, v, mask, cu_seqlens, table, kept, offsets, shares, out, dout, slopes, dq,
+             *queries, *keys, *upstream, *sizes, curvature),
+            options,
+            _constants,
+        )  # fmt: skip
+    else:
+        launch(
+            "favor_backward.grad_queries",
+            (rows, _tuning.linear_attention_splits(rows, q.device), 1),
+            (q, cu_seqlens, table, kept, offsets, out, dout, dq, slopes,
+             *queries, *upstream, *sizes),
+            options,
+            _constants,
+        )  # fmt: skip
     launch(
         "favor_backward.sum_queries",
-        (rows, splits, tiles),
-        (q, cu_seqlens, table, kept, offsets, dout, slopes, dshares, *strides, h, g, n, kv_rows),
+        (rows, splits, blocks),
+        (q, cu_seqlens, table, kept, offsets, dout, slopes, dshares, *queries, *upstream, *sizes),
         options,
         _constants,
     )
+    if causal:
+        launch(
+            "favor_causal.grad_keys",
+            (kv_rows, splits, 1),
+            (q, k, v, mask, cu_seqlens, table, kept, offsets, dshares, dout, slopes, dk, dv,
+             *queries, *keys, *upstream, h_kv, g, n, kv_rows, curvature),
+            options,
+            _constants,
+        )  # fmt: skip
+        return buffers
+    dtable = table.new_empty(kv_rows * m * e)
     launch(
         "favor_backward.add",
-        (kv_rows, _tiles("add", options), 1),
+        (kv_rows, _blocks("favor_backward.add", options), 1),
         (dshares, dtable, slopes, n, g * splits),
         options,
         _constants,
@@ -288,7 +377,7 @@ def _backward(
         "favor_backward.grad_keys",
         (kv_rows, _tuning.linear_attention_splits(kv_rows, q.device), 1),
         (k, v, mask, cu_seqlens, table, kept, dtable, slopes, dk, dv,
-         *k.stride()[:3], *v.stride()[:3], h_kv, k.shape[2], curvature),
+         *keys, h_kv, k.shape[2], curvature),
         options,
         _constants,
     )  # fmt: skip

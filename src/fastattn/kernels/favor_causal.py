@@ -1,0 +1,309 @@
+"""FAVOR+ where row i sees keys 0 to i: chunks within splits, features made inside.
+
+    sum_keys       (of ``favor``) per split of the keys: share of S and z, with its own maximum
+    prepare        the table's directions, and for each feature a shift c that no key decides
+    attend         from the shares before a split, along its chunks
+    grad_queries   like attend; δ
+    sum_queries    (of ``favor_backward``) per split of the queries: share of dS and of t
+    grad_keys      from the shares after a split, backwards
+
+A key's feature is 2^(w·k - curvature·|k|²/2 - c), a query's 2^(w·q + c - top), with logarithms to
+base 2. A key's exponent never exceeds that of |w|²/2, so c = max(that - 120, 0) keeps features in
+float32 without a maximum over keys, which would depend on later ones. Exponents are rounded where
+they are large, so c is no larger than it must be. They are kept between -120 and 104, so that every
+row has a weight and sums have room: far outside, outputs are inexact but means of values seen.
+
+Letters and tables: ``favor``. S is kept transposed, [E, M], all features at once.
+"""
+
+import triton
+import triton.language as tl
+
+from fastattn.kernels.favor import LOG2E, directions, rows, sums
+from fastattn.kernels.favor_backward import LN2
+from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
+
+LEAST = tl.constexpr(-120.0)
+MOST = tl.constexpr(104.0)
+ROOM = tl.constexpr(120.0)
+
+
+@launched
+def prepare_kernel(
+    w_ptr, table_ptr, kept_ptr,
+    HKV, N, factor, curvature,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: directions in DOT and shifts of BLOCK_M features of one key head."""
+    row_id = tl.program_id(0).to(tl.int64)
+    start_m = tl.program_id(1) * BLOCK_M
+    m, d = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    w = directions(w_ptr + row_id % HKV * OWN * (M * D), start_m, factor, M, D, BLOCK_M, BLOCK_D)
+    exists = (m < M)[:, None] & (d < D)[None, :]
+    at = table_ptr + row_id * (M * (D + E)) + m[:, None] * D + d[None, :]
+    rounded = w.to(table_ptr.dtype.element_ty)
+    tl.store(at, rounded, mask=exists)
+    w = rounded.to(tl.float32)
+    shift = tl.maximum(tl.sum(w * w, 1) / (2 * LOG2E * curvature) - ROOM, 0.0)
+    tl.store(kept_ptr + row_id * M + m, shift, mask=m < M)
+
+
+@triton.jit
+def key_logits(k, w, shift, half, keep, PRECISION: tl.constexpr):
+    """``[N, M]`` logarithms of the keys' features; -inf for a key that is not kept."""
+    logits = tl.dot(k, tl.trans(w), input_precision=PRECISION) - half[:, None] - shift[None, :]
+    logits = tl.clamp(logits, LEAST, MOST, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays one
+    return tl.where(keep[:, None], logits, -float("inf"))
+
+
+@triton.jit
+def half_square(k, curvature):
+    wide = k.to(tl.float32)
+    return tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)
+
+
+@triton.jit
+def shares_before(
+    share_ptr, count, shift, E: tl.constexpr, M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """S ``[E, M]`` and z ``[M]`` over the first ``count`` shares, scaled to the shifts."""
+    m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    exists = (e < E)[:, None] & (m < M)[None, :]
+    total = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    for _ in range(0, count):
+        part = tl.load(share_ptr + m[None, :] * E + e[:, None], mask=exists, other=0.0)
+        part_mass = tl.load(share_ptr + M * E + m, mask=m < M, other=0.0)
+        top = tl.load(share_ptr + M * E + M + m, mask=m < M, other=-float("inf"))
+        scale = tl.exp2(tl.maximum(top - shift, LEAST))
+        scale = tl.where(top == -float("inf"), 0.0, scale)
+        total += part * scale[None, :]
+        mass += part_mass * scale
+        share_ptr += M * (E + 2)
+    return total, mass
+
+
+@triton.jit
+def finite_rows(v, past):
+    """v with what is not finite set to zero, and ``[N]`` whether a row may see such a value.
+
+    In a product it would reach earlier rows of its chunk, even times zero.
+    """
+    wrong = tl.where(v.to(tl.float32) * 0.0 == 0.0, 0, 1)
+    reached = tl.max(tl.where(past, tl.max(wrong, 1)[None, :], 0), 1)
+    return tl.where(wrong == 0, v, 0.0), reached
+
+
+@launched
+def attend_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, share_ptr, out_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    H, G, N, KEYROWS, curvature,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    OFFSET: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: one split of the tokens of one head."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // H, row_id % H
+    key_row = row_id // G
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    if MASKED:
+        mask_ptr += first if PACKED else b * N
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    k_ptr, k_n = begin(k_ptr, b, head // G, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head // G, first, v_b, v_h, v_n, UNIT, PACKED)
+    out_n = H * E
+    out_ptr += (first if PACKED else b * N) * out_n.to(tl.int64) + head * E
+    row_ptr = kept_ptr + KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
+    if OFFSET:
+        offset_ptr += head // G * OWN * M
+    w = rows(table_ptr + key_row * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+    bias = sums(kept_ptr + key_row * M, 0, offset_ptr, OFFSET, M, BLOCK_M)  # -inf without feature
+    shift = sums(kept_ptr + key_row * M, 0, offset_ptr, False, M, BLOCK_M)
+    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    share_ptr += key_row * tl.num_programs(1) * (M * (E + 2))
+    total, mass = shares_before(share_ptr, tl.program_id(1), shift, E, M, BLOCK_M, BLOCK_E)
+
+    i = tl.arange(0, BLOCK_N)
+    past = i[:, None] >= i[None, :]
+    for start in range(low, high, BLOCK_N):
+        n = start + i
+        keep = visible(mask_ptr, n, high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E)  # [N, E]
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D)  # [N, D]
+        half = half_square(k, curvature)
+        keys = tl.exp2(key_logits(k.to(DOT), w, shift, half, keep, PRECISION))  # [N, M]
+        logits = tl.dot(q.to(DOT), tl.trans(w), input_precision=PRECISION) + bias[None, :]
+        top = tl.max(logits, 1)
+        queries = tl.exp2(logits - top[:, None])  # [N, M]
+        v, reached = finite_rows(v, past)
+        v = v.to(DOT)
+        scores = tl.dot(queries.to(DOT), tl.trans(keys.to(DOT)), input_precision=PRECISION)
+        scores = tl.where(past, scores, 0.0)  # [N, N]
+        den = tl.sum(scores, 1) + tl.sum(queries * mass[None, :], 1)
+        num = tl.dot(queries.to(DOT), tl.trans(total.to(DOT)), input_precision=PRECISION)
+        num = tl.dot(scores.to(DOT), v, num, input_precision=PRECISION)
+        empty = den == 0
+        num = num / tl.where(empty, 1.0, den)[:, None]
+        put(out_ptr, start, out_n, n < high, tl.where(reached[:, None] > 0, float("nan"), num),
+            E, BLOCK_E)  # fmt: skip
+        # a row without a key weighs nothing in the backward pass
+        tl.store(row_ptr + n, tl.where(empty, float("inf"), top + tl.log2(den)), mask=n < high)
+        total = tl.dot(tl.trans(v), keys.to(DOT), total, input_precision=PRECISION)
+        total = tl.where(tl.max(reached, 0) > 0, float("nan"), total)
+        mass += tl.sum(keys, 0)
+
+
+@launched
+def grad_queries_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, share_ptr,
+    out_ptr, dout_ptr, slope_ptr, dq_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
+    H, G, N, KEYROWS, curvature,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    OFFSET: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: dq of one split of the queries of one head, and per query δ = dout·out."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // H, row_id % H
+    key_row = row_id // G
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    if MASKED:
+        mask_ptr += first if PACKED else b * N
+    q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
+    k_ptr, k_n = begin(k_ptr, b, head // G, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head // G, first, v_b, v_h, v_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    out_n, dq_n = H * E, H * D
+    sample = first if PACKED else b * N
+    out_ptr += sample * out_n.to(tl.int64) + head * E
+    dq_ptr += sample * dq_n.to(tl.int64) + head * D
+    behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
+    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + behind
+    if OFFSET:
+        offset_ptr += head // G * OWN * M
+    w = rows(table_ptr + key_row * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+    bias = sums(kept_ptr + key_row * M, 0, offset_ptr, OFFSET, M, BLOCK_M)
+    shift = sums(kept_ptr + key_row * M, 0, offset_ptr, False, M, BLOCK_M)
+    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    share_ptr += key_row * tl.num_programs(1) * (M * (E + 2))
+    total, mass = shares_before(share_ptr, tl.program_id(1), shift, E, M, BLOCK_M, BLOCK_E)
+
+    i = tl.arange(0, BLOCK_N)
+    past = i[:, None] >= i[None, :]
+    for start in range(low, high, BLOCK_N):
+        n = start + i
+        keep = visible(mask_ptr, n, high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D)  # [N, D]
+        dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E)  # [N, E]
+        out = tile(out_ptr, start, out_n, n < high, E, BLOCK_E)  # [N, E]
+        delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [N]
+        tl.store(delta_ptr + n, delta, mask=n < high)
+        dout = dout.to(DOT)
+        half = half_square(k, curvature)
+        keys = tl.exp2(key_logits(k.to(DOT), w, shift, half, keep, PRECISION))  # [N, M]
+        whole = tl.load(row_ptr + n, mask=n < high, other=float("inf"))
+        dscores = tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]
+        dscores = tl.where(past, dscores, 0.0)  # [N, N]
+        slopes = tl.dot(dout, total.to(DOT), input_precision=PRECISION)  # [N, M]
+        slopes -= delta[:, None] * mass[None, :]
+        slopes = tl.dot(dscores.to(DOT), keys.to(DOT), slopes, input_precision=PRECISION)
+        total = tl.dot(tl.trans(v), keys.to(DOT), total, input_precision=PRECISION)
+        mass += tl.sum(keys, 0)
+        logits = tl.dot(q.to(DOT), tl.trans(w), input_precision=PRECISION) + bias[None, :]
+        slopes *= tl.exp2(logits - whole[:, None])
+        dq = tl.dot(slopes.to(DOT), w, input_precision=PRECISION)
+        put(dq_ptr, start, dq_n, n < high, dq * LN2, D, BLOCK_D)
+
+
+@launched
+def grad_keys_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, dshare_ptr,
+    dout_ptr, slope_ptr, dk_ptr, dv_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
+    HKV, G, N, KEYROWS, curvature,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    OFFSET: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: dk and dv of one split of the keys of one key head, walked backwards."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // HKV, row_id % HKV
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    if MASKED:
+        mask_ptr += first if PACKED else b * N
+    k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
+    # of its first query head
+    q_ptr, q_n = begin(q_ptr, b, head * G, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head * G, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    step_q, step_dout = q_h // UNIT * UNIT, dout_h // UNIT * UNIT
+    dk_n, dv_n = HKV * D, HKV * E
+    sample = first if PACKED else b * N
+    dk_ptr += sample * dk_n.to(tl.int64) + head * D
+    dv_ptr += sample * dv_n.to(tl.int64) + head * E
+    length = N.to(tl.int64)
+    behind = KEYROWS.to(tl.int64) * M
+    behind += head * G * length + first if PACKED else row_id * G * length
+    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + behind
+    if OFFSET:
+        offset_ptr += head * OWN * M
+    w = rows(table_ptr + row_id * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+    bias = sums(kept_ptr + row_id * M, 0, offset_ptr, OFFSET, M, BLOCK_M)
+    shift = sums(kept_ptr + row_id * M, 0, offset_ptr, False, M, BLOCK_M)
+    shift = tl.where(shift == -float("inf"), 0.0, shift)
+
+    m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    exists = (e < E)[:, None] & (m < M)[None, :]
+    splits, split = tl.num_programs(1), tl.program_id(1)
+    total = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)  # [E, M] = dS, of the queries after
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    for g in range(0, G):
+        for s in range(split + 1, splits):
+            at = dshare_ptr + ((row_id * G + g) * splits + s) * (M * (E + 1))
+            total += tl.load(at + m[None, :] * E + e[:, None], mask=exists, other=0.0)
+            mass += tl.load(at + M * E + m, mask=m < M, other=0.0)
+
+    i = tl.arange(0, BLOCK_N)
+    future = i[None, :] >= i[:, None]  # [key, query]
+    chunks = tl.cdiv(high - low, BLOCK_N)
+    for c in range(0, chunks):
+        start = low + (chunks - 1 - c) * BLOCK_N
+        n = start + i
+        keep = visible(mask_ptr, n, high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+        half = half_square(k, curvature)
+        keys = tl.exp2(key_logits(k.to(DOT), w, shift, half, keep, PRECISION))  # [N, M]
+        dv = tl.dot(keys.to(DOT), tl.trans(total.to(DOT)), input_precision=PRECISION)
+        slopes = tl.dot(v, total.to(DOT), input_precision=PRECISION) - mass[None, :]  # [N, M]
+        for g in range(0, G):
+            q = tile(q_ptr + g * step_q, start, q_n, n < high, D, BLOCK_D)  # [N, D]
+            dout = tile(dout_ptr + g * step_dout, start, dout_n, n < high, E, BLOCK_E).to(DOT)
+            delta = tl.load(delta_ptr + g * length + n, mask=n < high, other=0.0)
+            whole = tl.load(row_ptr + g * length + n, mask=n < high, other=float("inf"))
+            logits = tl.dot(q.to(DOT), tl.trans(w), input_precision=PRECISION) + bias[None, :]
+            weights = tl.exp2(logits - whole[:, None])  # [N, M]
+            scores = tl.dot(keys.to(DOT), tl.trans(weights.to(DOT)), input_precision=PRECISION)
+            scores = tl.where(future, scores, 0.0)
+            dv = tl.dot(scores.to(DOT), dout, dv, input_precision=PRECISION)
+            dscores = tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :]
+            dscores = tl.where(future, dscores, 0.0)
+            slopes = tl.dot(dscores.to(DOT), weights.to(DOT), slopes, input_precision=PRECISION)
+            total = tl.dot(tl.trans(dout), weights.to(DOT), total, input_precision=PRECISION)
+            mass += tl.sum(weights * delta[:, None], 0)
+        slopes *= keys
+        dk = tl.dot(slopes.to(DOT), w, input_precision=PRECISION) * LN2
+        dk -= k.to(tl.float32) * (curvature * tl.sum(slopes, 1))[:, None]
+        put(dk_ptr, start, dk_n, n < high, tl.where(keep[:, None], dk, 0.0), D, BLOCK_D)
+        put(dv_ptr, start, dv_n, n < high, tl.where(keep[:, None], dv, 0.0), E, BLOCK_E)
