@@ -140,20 +140,20 @@ def favor_values(m: int, dtype: torch.dtype) -> int:
 @cache
 def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, int]:
     """Tiles of a causal FAVOR+ kernel: "prepare", "attend", "grad_queries" or "grad_keys"."""
-    block_d, block_e, features = _block(d), _block(e), _block(m)
+    block_d, features = _block(d), _block(m)
+    tokens, warps = (64, 8) if dtype == torch.bfloat16 and features <= 64 else (16, 8)
     if kernel == "prepare":
-        tokens, features, warps = 0, min(features, 32), 4
-    else:
-        tokens, warps = 64, 8
-        if dtype != torch.bfloat16 or max(block_d, block_e) > 64:
-            tokens = 16
+        features, warps = min(features, 32), 4
+    elif kernel == "attend":
+        tokens = 32 if dtype == torch.bfloat16 else 16
+        features = min(features, 64)
     return {
         "BLOCK_M": features,
         "BLOCK_N": tokens,
         "BLOCK_D": block_d,
-        "BLOCK_E": block_e,
+        "BLOCK_E": _block(e),
         "num_warps": warps,
-        "num_stages": 2,
+        "num_stages": 2 if dtype == torch.bfloat16 and block_d <= 64 else 1,
     }
 
 

@@ -19,7 +19,7 @@ Letters and tables: ``favor``. S is kept transposed, [E, M], all features at onc
 import triton
 import triton.language as tl
 
-from fastattn.kernels.favor import LOG2E, directions, rows, sums
+from fastattn.kernels.favor import LOG2E, directions, hold, rows, sums
 from fastattn.kernels.favor_backward import LN2
 from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
 
@@ -65,11 +65,11 @@ def half_square(k, curvature):
 
 @triton.jit
 def shares_before(
-    share_ptr, count, shift, E: tl.constexpr, M: tl.constexpr,
+    share_ptr, count, start_m, shift, E: tl.constexpr, M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """S ``[E, M]`` and z ``[M]`` over the first ``count`` shares, scaled to the shifts."""
-    m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    """S ``[E, M]`` and z ``[M]`` of a block over ``count`` shares, scaled to the shifts."""
+    m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
     exists = (e < E)[:, None] & (m < M)[None, :]
     total = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
@@ -83,6 +83,12 @@ def shares_before(
         mass += part_mass * scale
         share_ptr += M * (E + 2)
     return total, mass
+
+
+@triton.jit
+def shifts(kept_ptr, start_m, M: tl.constexpr, BLOCK_M: tl.constexpr):
+    m = start_m + tl.arange(0, BLOCK_M)
+    return tl.load(kept_ptr + m, mask=m < M, other=0.0)
 
 
 @triton.jit
@@ -121,12 +127,16 @@ def attend_kernel(
     row_ptr = kept_ptr + KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
     if OFFSET:
         offset_ptr += head // G * OWN * M
-    w = rows(table_ptr + key_row * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
-    bias = sums(kept_ptr + key_row * M, 0, offset_ptr, OFFSET, M, BLOCK_M)  # -inf without feature
-    shift = sums(kept_ptr + key_row * M, 0, offset_ptr, False, M, BLOCK_M)
-    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    kept_ptr += key_row * M
+    held_w = hold(table_ptr + key_row * (M * (D + E)), M, D, BLOCK_M, BLOCK_D, True)
     share_ptr += key_row * tl.num_programs(1) * (M * (E + 2))
-    total, mass = shares_before(share_ptr, tl.program_id(1), shift, E, M, BLOCK_M, BLOCK_E)
+    total, mass = (), ()
+    for start_m in tl.static_range(0, M, BLOCK_M):
+        shift = shifts(kept_ptr, start_m, M, BLOCK_M)
+        block, block_mass = shares_before(
+            share_ptr, tl.program_id(1), start_m, shift, E, M, BLOCK_M, BLOCK_E
+        )
+        total, mass = total + (block,), mass + (block_mass,)  # noqa: RUF005
 
     i = tl.arange(0, BLOCK_N)
     past = i[:, None] >= i[None, :]
@@ -135,18 +145,39 @@ def attend_kernel(
         keep = visible(mask_ptr, n, high, MASKED)
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E)  # [N, E]
-        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D)  # [N, D]
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
         half = half_square(k, curvature)
-        keys = tl.exp2(key_logits(k.to(DOT), w, shift, half, keep, PRECISION))  # [N, M]
-        logits = tl.dot(q.to(DOT), tl.trans(w), input_precision=PRECISION) + bias[None, :]
-        top = tl.max(logits, 1)
-        queries = tl.exp2(logits - top[:, None])  # [N, M]
+        k = k.to(DOT)
         v, reached = finite_rows(v, past)
         v = v.to(DOT)
-        scores = tl.dot(queries.to(DOT), tl.trans(keys.to(DOT)), input_precision=PRECISION)
+        damaged = tl.max(reached, 0) > 0
+        scores = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+        num = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+        den = tl.zeros((BLOCK_N,), tl.float32)
+        top = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+        total_after, mass_after = (), ()
+        for j in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
+            shift = shifts(kept_ptr, j * BLOCK_M, M, BLOCK_M)
+            keys = tl.exp2(key_logits(k, held_w[j], shift, half, keep, PRECISION))  # [N, M]
+            bias = sums(kept_ptr, j * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
+            logits = tl.dot(q, tl.trans(held_w[j]), input_precision=PRECISION) + bias[None, :]
+            larger = tl.maximum(top, tl.max(logits, 1))
+            scale = tl.exp2(top - larger)
+            queries = tl.exp2(logits - larger[:, None])  # [N, M]
+            top = larger
+            den = den * scale + tl.sum(queries * mass[j][None, :], 1)
+            narrow = keys.to(DOT)
+            queries = queries.to(DOT)
+            scores *= scale[:, None]
+            scores = tl.dot(queries, tl.trans(narrow), scores, input_precision=PRECISION)
+            num *= scale[:, None]
+            num = tl.dot(queries, tl.trans(total[j].to(DOT)), num, input_precision=PRECISION)
+            block = tl.dot(tl.trans(v), narrow, total[j], input_precision=PRECISION)
+            total_after = total_after + (tl.where(damaged, float("nan"), block),)  # noqa: RUF005
+            mass_after = mass_after + (mass[j] + tl.sum(keys, 0),)  # noqa: RUF005
+        total, mass = total_after, mass_after
         scores = tl.where(past, scores, 0.0)  # [N, N]
-        den = tl.sum(scores, 1) + tl.sum(queries * mass[None, :], 1)
-        num = tl.dot(queries.to(DOT), tl.trans(total.to(DOT)), input_precision=PRECISION)
+        den += tl.sum(scores, 1)
         num = tl.dot(scores.to(DOT), v, num, input_precision=PRECISION)
         empty = den == 0
         num = num / tl.where(empty, 1.0, den)[:, None]
@@ -154,9 +185,6 @@ def attend_kernel(
             E, BLOCK_E)  # fmt: skip
         # a row without a key weighs nothing in the backward pass
         tl.store(row_ptr + n, tl.where(empty, float("inf"), top + tl.log2(den)), mask=n < high)
-        total = tl.dot(tl.trans(v), keys.to(DOT), total, input_precision=PRECISION)
-        total = tl.where(tl.max(reached, 0) > 0, float("nan"), total)
-        mass += tl.sum(keys, 0)
 
 
 @launched
@@ -191,10 +219,9 @@ def grad_queries_kernel(
         offset_ptr += head // G * OWN * M
     w = rows(table_ptr + key_row * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
     bias = sums(kept_ptr + key_row * M, 0, offset_ptr, OFFSET, M, BLOCK_M)
-    shift = sums(kept_ptr + key_row * M, 0, offset_ptr, False, M, BLOCK_M)
-    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    shift = shifts(kept_ptr + key_row * M, 0, M, BLOCK_M)
     share_ptr += key_row * tl.num_programs(1) * (M * (E + 2))
-    total, mass = shares_before(share_ptr, tl.program_id(1), shift, E, M, BLOCK_M, BLOCK_E)
+    total, mass = shares_before(share_ptr, tl.program_id(1), 0, shift, E, M, BLOCK_M, BLOCK_E)
 
     i = tl.arange(0, BLOCK_N)
     past = i[:, None] >= i[None, :]
@@ -260,8 +287,7 @@ def grad_keys_kernel(
         offset_ptr += head * OWN * M
     w = rows(table_ptr + row_id * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
     bias = sums(kept_ptr + row_id * M, 0, offset_ptr, OFFSET, M, BLOCK_M)
-    shift = sums(kept_ptr + row_id * M, 0, offset_ptr, False, M, BLOCK_M)
-    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    shift = shifts(kept_ptr + row_id * M, 0, M, BLOCK_M)
 
     m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
     exists = (e < E)[:, None] & (m < M)[None, :]

@@ -77,9 +77,9 @@ def favor_attention(
             :func:`oprf_constant` for normal inputs. Never taken from the batch.
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
-        backend: "triton" (CUDA; not causal, not "relu", no gradient of the projection, no float64,
-            no second derivative), "torch", "reference" (quadratic), or None for the first that can
-            run.
+        backend: "triton" (CUDA, no float64, no "relu", no gradient of the projection, no second
+            derivative; causal up to 256 features, and only when named), "torch", "reference"
+            (quadratic), or None for the first that can run.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v, computed in float32, or float64 for float64 inputs.
@@ -100,7 +100,7 @@ def favor_attention(
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
     refusal = triton_path.refusal(q, features, causal)
     candidates = {"triton": refusal, "torch": None, "reference": None}
-    if q.device.type == "cpu":  # where Triton is interpreted
+    if causal or q.device.type == "cpu":  # causal kernels are not tuned; on a CPU interpreted
         candidates = {"torch": None, "triton": refusal, "reference": None}
     run = select("favor_attention", backend, **candidates)
     paths: dict[str, Callable[..., Tensor]] = {
