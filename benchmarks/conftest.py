@@ -8,6 +8,7 @@ function; the largest of output and gradients. On a CPU the time is a median of 
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -32,6 +33,16 @@ def slug() -> str:
     return device_name().lower().replace(" ", "-")
 
 
+def pytest_configure():
+    """Stay on one core, before any thread starts.
+
+    A backward pass runs on another thread than its caller; on a virtual machine waking a second
+    core for it takes longer than a short kernel, and varies.
+    """
+    if DEVICE == "cuda" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
 def pytest_benchmark_generate_machine_info():
     """What a figure needs beside it."""
 
@@ -44,6 +55,7 @@ def pytest_benchmark_generate_machine_info():
     return {
         "device": device_name(),
         "cpu": platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{name: version(name) for name in ("triton", "flash-linear-attention")},

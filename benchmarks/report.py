@@ -113,7 +113,8 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
         versions = entries[-1]["machine"]
         names = ("fastattn", "torch", "triton", "flash-linear-attention")
         said = ", ".join(f"{name} {versions.get(name)}" for name in names if versions.get(name))
-        parts.append(f"{said}, seed {versions.get('seed')}, {entries[-1]['date']}.\n")
+        pinned = ", pinned to one core" if versions.get("cores") == 1 else ""
+        parts.append(f"{said}, seed {versions.get('seed')}, {entries[-1]['date']}{pinned}.\n")
         groups = defaultdict(list)
         for e in entries:
             groups[e["op"], e["pass"]].append(e)
