@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
-VARIANTS = ("positive", "hyperbolic", "oprf")
+VARIANTS = ("positive", "hyperbolic", "oprf", "relu")
 kernels = partial(favor_attention, backend="triton")
 
 CASES = (
@@ -33,6 +33,8 @@ def bound(case, m=24, heads=None, **options):
     For bfloat16 it is, scaled, one that bfloat16 holds: the kernels round it.
     """
     w = draw_projection(m, case.d, num_heads=heads)
+    if options.get("variant") == "relu":  # so that no row has a tiny mass by chance
+        w = w + 1 / case.d
     scale = case.d**-0.5
     options["scale"] = scale
 
@@ -67,8 +69,8 @@ forms = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_value_and_gradients_are_as_accurate_as_the_definition(case, variant, causal):
-    if causal and case.n != case.s:
-        pytest.skip("causal attention has as many keys as queries")
+    if causal and (case.n != case.s or variant == "relu"):
+        pytest.skip("needs as many keys as queries, and no relu")
     if variant == "oprf" and case.name == "widest":
         pytest.skip("its exponents, of the order of d, are rounded to more than this allows")
     compare(case, variant=variant, causal=causal, dtypes=[torch.float32])
@@ -84,14 +86,19 @@ def test_any_number_of_features_will_do(m, causal):
 @forms
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_head_can_have_a_projection_of_its_own(variant, causal):
+    if causal and variant == "relu":
+        pytest.skip("not where causal")
     compare(CASES[2], heads=2, variant=variant, causal=causal, dtypes=[torch.float32])
 
 
-@forms
+@pytest.mark.parametrize(
+    ("variant", "causal"), [("positive", False), ("relu", False), ("positive", True)]
+)
 @pytest.mark.parametrize("place", ["left", "interior", "all"])
-def test_padding_is_as_accurate_as_the_definition(place, causal):
+def test_padding_is_as_accurate_as_the_definition(place, variant, causal):
     mask = testing.padding_masks(2, 77)[place].to(DEVICE)
-    compare(CASES[1], causal=causal, key_padding_mask=mask, dtypes=[torch.float32])
+    options = {"variant": variant, "causal": causal, "key_padding_mask": mask}
+    compare(CASES[1], dtypes=[torch.float32], **options)
 
 
 def test_wide_values_are_cut_into_columns():
@@ -172,7 +179,7 @@ def test_gradients_in_half_precision_have_its_error(case, dtype, causal):
     """Weights are rounded to the dtype before they meet the values, and directions to bfloat16."""
     if causal and case.n != case.s:
         pytest.skip("causal attention has as many keys as queries")
-    for variant in VARIANTS[:2]:
+    for variant in VARIANTS[:2] if causal else (*VARIANTS[:2], "relu"):
         tried, reference = bound(case, m=64, variant=variant, causal=causal)
         leaves = case.inputs(dtype, DEVICE)
         exact = testing.value_and_grads(reference(dtype), [x.double() for x in leaves])
@@ -302,7 +309,7 @@ def test_what_the_kernels_cannot_do_says_why():
     w, many = (draw_projection(m, 8).to(DEVICE) for m in (8, 200))
     for message, options in (
         ("up to 256 features", {"causal": True, "variant": "hyperbolic", "projection": many}),
-        ('no variant "relu"', {"variant": "relu"}),
+        ('no variant "relu"', {"variant": "relu", "causal": True}),
         ("no gradient of the projection", {"projection": w.clone().requires_grad_()}),
     ):
         with pytest.raises(ValueError, match=message):

@@ -5,8 +5,9 @@
     attend      out = mean of S, weighted by exp(w·q + log-sum + offset)
 
 Letters as in ``linear_attention_parts``, and M features. Logarithms are to base 2: directions are
-scaled by ``factor``, which holds log2(e), once, and rounded to DOT then. What stands between the
-kernels is one table a head: w (M, D) and S (M, E), in DOT; and, kept for the backward pass, the
+scaled by ``factor``, which holds log2(e), once, and rounded to DOT then. A feature relu(w·x) has
+the logarithm of that, and no curvature; else all is the same. What stands between the kernels is one
+table a head: w (M, D) and S (M, E), in DOT; and, kept for the backward pass, the
 log-sums of the features (B, HKV, M) and, behind them, of the rows (B, H, N). Nothing has M numbers
 a token.
 """
@@ -38,6 +39,14 @@ def rows(ptr, start, COUNT: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
+def logarithms(products, RELU: tl.constexpr):
+    """Of the features, to base 2, from the products with the directions; a NaN stays one."""
+    if RELU:
+        products = tl.where(products <= 0, -float("inf"), tl.log2(products))
+    return products
+
+
+@triton.jit
 def hold(ptr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
          BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
     """All blocks of rows, loaded before a loop that needs them in every turn; or nothing."""
@@ -64,7 +73,8 @@ def sum_keys_kernel(
     k_b, k_h, k_n, v_b, v_h, v_n,
     HKV, N, factor, curvature,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    RELU: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M features of one key head attend to one split of the keys."""
@@ -89,7 +99,8 @@ def sum_keys_kernel(
         wide = k.to(tl.float32)
         half = tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)  # [N]
         half = tl.where(keep, half, float("inf"))  # a key that is not kept has no weight
-        logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION) - half[None, :]  # [M, N]
+        logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION)  # [M, N]
+        logits = logarithms(logits, RELU) - half[None, :]
         larger = tl.maximum(top, tl.max(logits, 1))
         finite = tl.where(larger == -float("inf"), 0.0, larger)
         scale = tl.exp2(top - finite)
@@ -146,9 +157,10 @@ def merge_kernel(
 
 
 @triton.jit
-def meet(q, w, means, bias, total, mass, top, PRECISION: tl.constexpr):
+def meet(q, w, means, bias, total, mass, top, RELU: tl.constexpr, PRECISION: tl.constexpr):
     """Queries ``[N, D]`` attend to a block of features: the sums so far, scaled to the new top."""
-    logits = tl.dot(q, tl.trans(w), input_precision=PRECISION) + bias[None, :]  # [N, M]
+    logits = tl.dot(q, tl.trans(w), input_precision=PRECISION)  # [N, M]
+    logits = logarithms(logits, RELU) + bias[None, :]
     larger = tl.maximum(top, tl.max(logits, 1))
     finite = tl.where(larger == -float("inf"), 0.0, larger)
     scale = tl.exp2(top - finite)
@@ -165,7 +177,8 @@ def attend_kernel(
     q_b, q_h, q_n,
     H, G, N, KEYROWS,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    RELU: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     HOLD: tl.constexpr,
 ):  # fmt: skip
@@ -196,14 +209,14 @@ def attend_kernel(
             for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
                 bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
                 total, mass, top = meet(
-                    q, held_w[i], held_means[i], bias, total, mass, top, PRECISION
+                    q, held_w[i], held_means[i], bias, total, mass, top, RELU, PRECISION
                 )
         else:
             for start_m in range(0, M, BLOCK_M):
                 w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
                 means = rows(table_ptr + M * D, start_m, M, E, BLOCK_M, BLOCK_E)
                 bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
-                total, mass, top = meet(q, w, means, bias, total, mass, top, PRECISION)
+                total, mass, top = meet(q, w, means, bias, total, mass, top, RELU, PRECISION)
         empty = mass == 0
         total = total / tl.where(empty, 1.0, mass)[:, None]
         put(out_ptr, start, out_n, n < high, total, E, BLOCK_E)

@@ -12,38 +12,56 @@ query, and p' (dS·v - t) of a key, since the gradient of a log-sum is dS·S - t
 import triton
 import triton.language as tl
 
-from fastattn.kernels.favor import LOG2E, hold, rows, sums
+from fastattn.kernels.favor import LOG2E, hold, logarithms, rows, sums
 from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def turn_query(q, dout, delta, whole, w, means, bias, dq, PRECISION: tl.constexpr):
+def chain(slopes, products, RELU: tl.constexpr):
+    """From the gradient of a logarithm to that of the product, but for the factor of ``unit``."""
+    if RELU:
+        slopes = tl.where(products <= 0, 0.0, slopes / products)
+    return slopes
+
+
+@triton.jit
+def unit(RELU: tl.constexpr):
+    """Directions hold log2(e), since logarithms are to base 2; relu's own logarithm undoes it."""
+    return 1.0 if RELU else LN2
+
+
+@triton.jit
+def turn_query(
+    q, dout, delta, whole, w, means, bias, dq, RELU: tl.constexpr, PRECISION: tl.constexpr
+):
     """dq of a block of features."""
-    logits = tl.dot(q, tl.trans(w), input_precision=PRECISION) + bias[None, :]  # [N, M]
-    weights = tl.exp2(logits - whole[:, None])
+    products = tl.dot(q, tl.trans(w), input_precision=PRECISION)  # [N, M]
+    weights = tl.exp2(logarithms(products, RELU) + bias[None, :] - whole[:, None])
     slopes = tl.dot(dout, tl.trans(means), input_precision=PRECISION)  # [N, M]
-    slopes = weights * (slopes - delta[:, None])
+    slopes = chain(weights * (slopes - delta[:, None]), products, RELU)
     return tl.dot(slopes.to(w.dtype), w, dq, input_precision=PRECISION)
 
 
 @triton.jit
 def turn_key(
     k, v, half, w, dmeans, kept_ptr, slope_ptr, m, dk, dv, along,
-    M: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, RELU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of features, and the sum of a key's slopes."""
     whole = tl.load(kept_ptr + m, mask=m < M, other=float("inf"))
     whole = tl.where(whole == -float("inf"), float("inf"), whole)
     slope = tl.load(slope_ptr + m, mask=m < M, other=0.0)
-    logits = tl.dot(k, tl.trans(w), input_precision=PRECISION) - half[:, None]
-    weights = tl.exp2(logits - whole[None, :])  # [N, M]
+    products = tl.dot(k, tl.trans(w), input_precision=PRECISION)
+    weights = tl.exp2(logarithms(products, RELU) - half[:, None] - whole[None, :])  # [N, M]
     dv = tl.dot(weights.to(w.dtype), dmeans, dv, input_precision=PRECISION)
     slopes = tl.dot(v, tl.trans(dmeans), input_precision=PRECISION)
     slopes = weights * (slopes - slope[None, :])
+    along += tl.sum(slopes, 1)
+    slopes = chain(slopes, products, RELU)
     dk = tl.dot(slopes.to(w.dtype), w, dk, input_precision=PRECISION)
-    return dk, dv, along + tl.sum(slopes, 1)
+    return dk, dv, along
 
 
 @launched
@@ -52,7 +70,8 @@ def grad_queries_kernel(
     q_b, q_h, q_n, dout_b, dout_h, dout_n,
     H, G, N, KEYROWS,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    RELU: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     HOLD: tl.constexpr,
 ):  # fmt: skip
@@ -91,15 +110,15 @@ def grad_queries_kernel(
             for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
                 bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
                 dq = turn_query(
-                    q, dout, delta, whole, held_w[i], held_means[i], bias, dq, PRECISION
+                    q, dout, delta, whole, held_w[i], held_means[i], bias, dq, RELU, PRECISION
                 )
         else:
             for start_m in range(0, M, BLOCK_M):
                 w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
                 means = rows(table_ptr + M * D, start_m, M, E, BLOCK_M, BLOCK_E)
                 bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
-                dq = turn_query(q, dout, delta, whole, w, means, bias, dq, PRECISION)
-        put(dq_ptr, start, dq_n, n < high, dq * LN2, D, BLOCK_D)
+                dq = turn_query(q, dout, delta, whole, w, means, bias, dq, RELU, PRECISION)
+        put(dq_ptr, start, dq_n, n < high, dq * unit(RELU), D, BLOCK_D)
 
 
 @launched
@@ -108,7 +127,8 @@ def sum_queries_kernel(
     q_b, q_h, q_n, dout_b, dout_h, dout_n,
     H, G, N, KEYROWS,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    RELU: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M features, one split of the queries of one head."""
@@ -135,8 +155,8 @@ def sum_queries_kernel(
         dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
         whole = tl.load(row_ptr + n, mask=n < high, other=float("inf"))
         delta = tl.load(delta_ptr + n, mask=n < high, other=0.0)
-        logits = tl.dot(w, tl.trans(q), input_precision=PRECISION) + bias[:, None]  # [M, N]
-        weights = tl.exp2(logits - whole[None, :])
+        products = tl.dot(w, tl.trans(q), input_precision=PRECISION)  # [M, N]
+        weights = tl.exp2(logarithms(products, RELU) + bias[:, None] - whole[None, :])
         mass += tl.sum(weights * delta[None, :], 1)
         total = tl.dot(weights.to(DOT), dout, total, input_precision=PRECISION)
 
@@ -176,7 +196,8 @@ def grad_keys_kernel(
     k_b, k_h, k_n, v_b, v_h, v_n,
     HKV, N, curvature,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    RELU: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     HOLD: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +237,7 @@ def grad_keys_kernel(
             for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
                 dk, dv, along = turn_key(
                     narrow, v, half, held_w[i], held_dmeans[i], kept_ptr, slope_ptr,
-                    i * BLOCK_M + m, dk, dv, along, M, PRECISION,
+                    i * BLOCK_M + m, dk, dv, along, M, RELU, PRECISION,
                 )  # fmt: skip
         else:
             for start_m in range(0, M, BLOCK_M):
@@ -224,8 +245,8 @@ def grad_keys_kernel(
                 dmeans = rows(dtable_ptr, start_m, M, E, BLOCK_M, BLOCK_E)
                 dk, dv, along = turn_key(
                     narrow, v, half, w, dmeans, kept_ptr, slope_ptr,
-                    start_m + m, dk, dv, along, M, PRECISION,
+                    start_m + m, dk, dv, along, M, RELU, PRECISION,
                 )  # fmt: skip
-        dk = dk * LN2 - wide * (curvature * along)[:, None]
+        dk = dk * unit(RELU) - wide * (curvature * along)[:, None]
         put(dk_ptr, start, dk_n, n < high, dk, D, BLOCK_D)
         put(dv_ptr, start, dv_n, n < high, dv, E, BLOCK_E)

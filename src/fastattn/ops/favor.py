@@ -77,8 +77,8 @@ def favor_attention(
             :func:`oprf_constant` for normal inputs. Never taken from the batch.
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
-        backend: "triton" (CUDA, no float64, no "relu", no gradient of the projection, no second
-            derivative; causal up to 256 features, and only when named), "torch", "reference"
+        backend: "triton" (CUDA, no float64, no gradient of the projection, no second derivative;
+            causal up to 256 features, without "relu", and only when named), "torch", "reference"
             (quadratic), or None for the first that can run.
 
     Returns:

@@ -23,12 +23,12 @@ LOG2E = 1.4426950408889634
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "favor_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens, "
-    "Tensor directions, Tensor? offsets, float factor, float curvature, bool causal) -> Tensor[]"
+    "Tensor directions, Tensor? offsets, float factor, float? curvature, bool causal) -> Tensor[]"
 )  # out, table, kept; where causal, shares
 _lib.define(
     "favor_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor table, "
     "Tensor kept, Tensor? shares, Tensor? mask, Tensor? cu_seqlens, Tensor directions, "
-    "Tensor? offsets, float curvature) -> Tensor[]"
+    "Tensor? offsets, float? curvature) -> Tensor[]"
 )  # dq, dk, dv
 
 
@@ -36,8 +36,8 @@ def refusal(q: Tensor, features: Features, causal: bool) -> str | None:
     """Why the kernels cannot run on these inputs, or None."""
     if causal and features.directions.shape[1] > 256:
         return "where causal it takes up to 256 features"
-    if features.curvature is None:
-        return 'it has no variant "relu"'
+    if causal and features.curvature is None:
+        return 'where causal it has no variant "relu"'
     learned = features.directions.requires_grad
     if features.offsets is not None:
         learned = learned or features.offsets.requires_grad
@@ -57,7 +57,6 @@ def attend(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """:func:`fastattn.ops.favor_attention`, behind its door."""
-    assert features.curvature is not None
     about = (key_padding_mask, cu_seqlens, features.directions, features.offsets)
     numbers = (features.factor, features.curvature, causal)
     width = _tuning.favor_values(features.directions.shape[1], q.dtype) if causal else 256
@@ -113,6 +112,7 @@ class _Options(NamedTuple):
     e: int
     m: int
     own: bool
+    relu: bool
     offset: bool
     masked: bool
     packed: bool
@@ -131,6 +131,7 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
         "E": options.e,
         "M": options.m,
         "OWN": int(options.own),
+        "RELU": options.relu,
         "OFFSET": options.offset,
         "MASKED": options.masked,
         "PACKED": options.packed,
@@ -160,6 +161,7 @@ def _options(
     cu_seqlens: Any,
     directions: Tensor,
     offsets: Any,
+    curvature: float | None,
     causal: bool,
 ) -> _Options:
     """Strides count as aligned if all are multiples of 8 elements."""
@@ -167,7 +169,7 @@ def _options(
     unit = 1 if any(s % 8 for s in strides) else 8
     heads, m, d = directions.shape
     given = (offsets is not None, mask is not None, cu_seqlens is not None, causal)
-    return _Options(q.dtype, d, v.shape[3], m, heads > 1, *given, unit)
+    return _Options(q.dtype, d, v.shape[3], m, heads > 1, curvature is None, *given, unit)
 
 
 def _blocks(kernel: str, options: _Options) -> int:
@@ -234,7 +236,7 @@ def _forward(
     directions: Tensor,
     offsets: Tensor | None,
     factor: float,
-    curvature: float,
+    curvature: float | None,
     causal: bool,
 ) -> list[Tensor]:
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
@@ -244,7 +246,8 @@ def _forward(
     out, table, kept, *rest = buffers
     if out.numel() == 0:
         return buffers
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, causal)
+    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature, causal)
+    curvature = curvature or 0.0
     rows, kv_rows = _sizes(q, k, cu_seqlens)
     h, n, h_kv, m = q.shape[1], q.shape[2], k.shape[1], options.m
     blocks = _blocks("favor.sum_keys", options)
@@ -309,7 +312,7 @@ def _backward(
     cu_seqlens: Tensor | None,
     directions: Tensor,
     offsets: Tensor | None,
-    curvature: float,
+    curvature: float | None,
 ) -> list[Tensor]:
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
     dout, offsets = dense(dout), whole(offsets)
@@ -318,7 +321,8 @@ def _backward(
     if out.numel() == 0:  # nothing looked at the keys
         return [x.zero_() for x in buffers]
     causal = shares is not None
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, causal)
+    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature, causal)
+    curvature = curvature or 0.0
     if any(s % 8 for s in dout.stride()[:3]):
         options = options._replace(unit=1)
     rows, kv_rows = _sizes(q, k, cu_seqlens)
