@@ -6,10 +6,9 @@
 
 Letters as in ``linear_attention_parts``, and M features. Logarithms are to base 2: directions are
 scaled by ``factor``, which holds log2(e), once, and rounded to DOT then. A feature relu(w·x) has
-the logarithm of that, and no curvature; else all is the same. What stands between the kernels is one
-table a head: w (M, D) and S (M, E), in DOT; and, kept for the backward pass, the
-log-sums of the features (B, HKV, M) and, behind them, of the rows (B, H, N). Nothing has M numbers
-a token.
+the logarithm of that, and no curvature; else all is the same. What stands between the kernels is
+one table a head: w (M, D) and S (M, E), in DOT; and, kept for the backward pass, the log-sums of
+the features (B, HKV, M) and, behind them, of the rows (B, H, N). Nothing has M numbers a token.
 """
 
 import triton
