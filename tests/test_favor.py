@@ -398,6 +398,8 @@ def test_favor_error_is_the_standard_deviation_measured():
         measured = estimates.std() / (x @ y).exp()
         assert predicted[0, 1, i, j].item() == pytest.approx(measured.item(), rel=0.15)
     assert ops.favor_error(100 * q, 100 * k, 32).isinf().any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ops.favor_error(q, k, 32, scale=0.5), predicted)
 
 
 def test_many_features_come_close_to_softmax_attention():
@@ -442,6 +444,8 @@ Q = torch.zeros(2, 4, 6, 8)
         ({"scale": float("nan")}, ValueError, "scale must be positive"),
         ({"oprf_constant": -0.1}, ValueError, 'is for variant "oprf" only, got variant \'pos'),
         ({"variant": "oprf", "oprf_constant": 0.2}, ValueError, "below 1/8"),
+        ({"variant": "oprf", "oprf_constant": torch.full((4,), 0.2)}, ValueError, "below 1/8"),
+        ({"variant": "oprf", "oprf_constant": -math.inf}, ValueError, "finite and below 1/8"),
         ({"variant": "oprf", "oprf_constant": torch.zeros(3)}, ValueError, r"\(4,\), got shape"),
         ({"key_padding_mask": torch.zeros(2, 6)}, TypeError, "must be bool"),
         ({"causal": True, "q": torch.zeros(2, 4, 3, 8)}, ValueError, "n = 3 and s = 6"),

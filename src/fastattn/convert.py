@@ -18,7 +18,9 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
     ``nn.MultiheadAttention`` are swapped. ``use_nested_tensor`` is switched off in every
     ``nn.TransformerEncoder``, which would otherwise hide the padding mask in a nested tensor.
     A mechanism computes another function than softmax attention: weights trained with softmax
-    need fine-tuning. The modules are numbered, so that random directions differ by layer. Options
+    need fine-tuning. The modules of a call are numbered, so that random directions differ by layer;
+    give each call another ``seed`` when you convert a model part by part. Options that add
+    parameters (``learned``, ``qk_norm``) need them added to an optimizer that exists. Options
     go to every module alike: causal=True would make a decoder's cross-attention causal as well, so
     convert such a model's parts one by one.
 
@@ -53,8 +55,9 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
             f"{type(model).__name__} has no nn.MultiheadAttention to swap"
             + (f"; {', '.join(found)} are of another type already (revert first)" if found else "")
         )
-    # a wrong value raises here, before anything has changed; on meta, which draws no random number
-    kind(1, 1, device="meta", **options)
+    for module in swapped.values():
+        # a wrong value raises here, before anything has changed; meta draws no random number
+        kind(module.embed_dim, module.num_heads, device="meta", **options)
     for layer, module in enumerate(swapped.values()):
         module.__class__ = kind
         assert isinstance(module, MultiHead)

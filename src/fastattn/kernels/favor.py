@@ -119,7 +119,7 @@ def sum_keys_kernel(
 @launched
 def merge_kernel(
     share_ptr, w_ptr, table_ptr, kept_ptr,
-    HKV, N, SHARES, factor,
+    HKV, SHARES, factor,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip

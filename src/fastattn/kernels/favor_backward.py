@@ -169,9 +169,9 @@ def sum_queries_kernel(
 
 @launched
 def add_kernel(
-    dshare_ptr, dtable_ptr, slope_ptr,
-    N, DSHARES,
-    E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    dshare_ptr, table_ptr, dtable_ptr, slope_ptr,
+    DSHARES,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: dS and t of BLOCK_M features of one key head, from all its heads' shares."""
     row_id = tl.program_id(0).to(tl.int64)
@@ -185,8 +185,12 @@ def add_kernel(
         mass += tl.load(dshare_ptr + M * E + m, mask=m < M, other=0.0)
         dshare_ptr += M * (E + 1)
     dtable_ptr += row_id * (M * E)
-    dtype = dtable_ptr.dtype.element_ty
-    tl.store(dtable_ptr + m[:, None] * E + e[None, :], total.to(dtype), mask=exists)
+    rounded = total.to(dtable_ptr.dtype.element_ty)
+    tl.store(dtable_ptr + m[:, None] * E + e[None, :], rounded, mask=exists)
+    # dS·v and t nearly cancel where values have a mean: t makes up for the rounding of dS
+    table_ptr += row_id * (M * (D + E)) + M * D
+    means = tl.load(table_ptr + m[:, None] * E + e[None, :], mask=exists, other=0.0)
+    mass += tl.sum((rounded.to(tl.float32) - total) * means.to(tl.float32), 1)
     tl.store(slope_ptr + row_id * M + m, mass, mask=m < M)
 
 

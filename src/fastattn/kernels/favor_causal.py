@@ -8,10 +8,11 @@
     grad_keys      from the shares after a split, backwards
 
 A key's feature is 2^(w·k - curvature·|k|²/2 - c), a query's 2^(w·q + c - top), with logarithms to
-base 2. A key's exponent never exceeds that of |w|²/2, so c = max(that - 120, 0) keeps features in
-float32 without a maximum over keys, which would depend on later ones. Exponents are rounded where
-they are large, so c is no larger than it must be. They are kept between -120 and 104, so that every
-row has a weight and sums have room: far outside, outputs are inexact but means of values seen.
+base 2. A key's exponent never exceeds that of |w|²/2, so a shift by it, less 96, would keep
+features in float32 without a maximum over keys, which depends on later ones. But they are rounded
+where they are large, and short keys have those near 0: c is not below 0, and not above 40. What is
+left is kept between -120 and 96, so that every row has a weight and sums have room: there outputs
+are inexact, but means of values seen.
 
 Letters and tables: ``favor``. S is kept transposed, [E, M], all features at once.
 """
@@ -24,14 +25,14 @@ from fastattn.kernels.favor_backward import LN2
 from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
 
 LEAST = tl.constexpr(-120.0)
-MOST = tl.constexpr(104.0)
-ROOM = tl.constexpr(120.0)
+MOST = tl.constexpr(96.0)
+FARTHEST = tl.constexpr(40.0)
 
 
 @launched
 def prepare_kernel(
     w_ptr, table_ptr, kept_ptr,
-    HKV, N, factor, curvature,
+    HKV, factor, curvature,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +46,8 @@ def prepare_kernel(
     rounded = w.to(table_ptr.dtype.element_ty)
     tl.store(at, rounded, mask=exists)
     w = rounded.to(tl.float32)
-    shift = tl.maximum(tl.sum(w * w, 1) / (2 * LOG2E * curvature) - ROOM, 0.0)
+    bound = tl.sum(w * w, 1) / (2 * LOG2E * curvature)
+    shift = tl.clamp(bound - MOST, 0.0, FARTHEST)
     tl.store(kept_ptr + row_id * M + m, shift, mask=m < M)
 
 
@@ -77,7 +79,7 @@ def shares_before(
         part = tl.load(share_ptr + m[None, :] * E + e[:, None], mask=exists, other=0.0)
         part_mass = tl.load(share_ptr + M * E + m, mask=m < M, other=0.0)
         top = tl.load(share_ptr + M * E + M + m, mask=m < M, other=-float("inf"))
-        scale = tl.exp2(tl.maximum(top - shift, LEAST))
+        scale = tl.exp2(tl.clamp(top - shift, LEAST, MOST))
         scale = tl.where(top == -float("inf"), 0.0, scale)
         total += part * scale[None, :]
         mass += part_mass * scale
@@ -310,7 +312,9 @@ def grad_keys_kernel(
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
         half = half_square(k, curvature)
-        keys = tl.exp2(key_logits(k.to(DOT), w, shift, half, keep, PRECISION))  # [N, M]
+        logits = key_logits(k.to(DOT), w, shift, half, keep, PRECISION)
+        moves = (logits > LEAST) & (logits < MOST)  # at its bounds a feature has no slope
+        keys = tl.exp2(logits)  # [N, M]
         dv = tl.dot(keys.to(DOT), tl.trans(total.to(DOT)), input_precision=PRECISION)
         slopes = tl.dot(v, total.to(DOT), input_precision=PRECISION) - mass[None, :]  # [N, M]
         for g in range(0, G):
@@ -328,7 +332,7 @@ def grad_keys_kernel(
             slopes = tl.dot(dscores.to(DOT), weights.to(DOT), slopes, input_precision=PRECISION)
             total = tl.dot(tl.trans(dout), weights.to(DOT), total, input_precision=PRECISION)
             mass += tl.sum(weights * delta[:, None], 0)
-        slopes *= keys
+        slopes = tl.where(moves, slopes * keys, 0.0)
         dk = tl.dot(slopes.to(DOT), w, input_precision=PRECISION) * LN2
         dk -= k.to(tl.float32) * (curvature * tl.sum(slopes, 1))[:, None]
         put(dk_ptr, start, dk_n, n < high, tl.where(keep[:, None], dk, 0.0), D, BLOCK_D)

@@ -91,6 +91,9 @@ class MultiHead(nn.MultiheadAttention):
             delattr(self, option)
         vars(self).pop("_layer", None)
 
+    def _reset_own(self) -> None:
+        """Make what ``_own_state`` names, as at first."""
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -106,6 +109,8 @@ class MultiHead(nn.MultiheadAttention):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         ours = {prefix + name for name in self._own_state}
+        if ours.intersection(missing_keys):
+            self._reset_own()
         missing_keys[:] = [key for key in missing_keys if key not in ours]
 
     def _attend(

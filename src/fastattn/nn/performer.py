@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import _check
@@ -16,7 +15,9 @@ from fastattn.ops import (
     linear_attention,
     oprf_constant,
 )
-from fastattn.ops.favor import BACKENDS, KINDS, VARIANTS
+from fastattn.ops.favor import BACKENDS, VARIANTS
+from fastattn.ops.favor_directions import KINDS
+from fastattn.ops.linear_attention import in_full_precision
 
 
 class PerformerAttention(Recurrent):
@@ -28,9 +29,9 @@ class PerformerAttention(Recurrent):
     keys: see :func:`fastattn.ops.favor_error`. Dropout acts on the output, since the weights never
     exist.
 
-    The directions are a buffer ``projection`` ``(num_features, head_dim)``, shared by the heads and
-    saved with the module; a copy has the same. Layers differ by their seeds, or by ``convert``,
-    which numbers them.
+    The directions are a buffer ``projection`` ``(num_features, head_dim)`` in float32, whatever
+    ``dtype``, shared by the heads and saved with the module; a copy has the same. Layers differ by
+    their seeds, or by ``convert``, which numbers those of a call. ``step`` runs on the torch path.
 
     Args:
         embed_dim ... dtype: As in ``nn.MultiheadAttention``, in the same order.
@@ -44,7 +45,8 @@ class PerformerAttention(Recurrent):
             steps, an integer: :func:`fastattn.nn.redraw_projections`, called after each, does it.
         learned: The directions are a parameter and start as drawn.
         qk_norm: Bring queries and keys to a length that each head learns (``qk_gain``, at first
-            such that the scaled vectors have length 1), where the estimate is good.
+            such that the scaled vectors have length 1), where the estimate is good. Vectors shorter
+            than about √d / 100 stay shorter.
         compat: None, or "jax": the upstream formula, with its eps of 1e-4 and its maxima over
             tokens, for parity with models trained there. At ordinary norms it gives nearly the mean
             of the values, and a causal row sees the future through the maximum.
@@ -54,6 +56,8 @@ class PerformerAttention(Recurrent):
     """
 
     _own_state = ("projection", "oprf_constant", "qk_gain")
+    projection: Tensor
+    qk_gain: Tensor
 
     def __init__(
         self,
@@ -120,6 +124,11 @@ class PerformerAttention(Recurrent):
         causal: bool = False,
         backend: str | None = None,
     ) -> None:
+        if self.head_dim > 256:
+            raise ValueError(
+                f"a head may be up to 256 wide, got embed_dim {self.embed_dim} / {self.num_heads} "
+                "heads"
+            )
         if not 1 <= num_features <= 512:
             raise ValueError(f"num_features must be from 1 to 512, got {num_features}")
         _check.check_option("variant", variant, VARIANTS)
@@ -144,18 +153,7 @@ class PerformerAttention(Recurrent):
         self.compat = compat
         self.causal = causal
         self.backend = backend
-        device = self.out_proj.weight.device
-        projection = self._draw(0).to(device)
-        if learned:
-            self.projection = nn.Parameter(projection)
-        else:
-            self.register_buffer("projection", projection)
-        if qk_norm:
-            self.qk_gain = nn.Parameter(torch.ones(self.num_heads, device=device))
-        if variant == "oprf":
-            mean_square = 2.0 if qk_norm else 2 * self.head_dim**0.5
-            constant = torch.full((self.num_heads,), oprf_constant(mean_square, self.head_dim))
-            self.register_buffer("oprf_constant", constant.to(device))
+        self._reset_own()
 
     def _unconfigure(self) -> None:
         super()._unconfigure()
@@ -166,16 +164,40 @@ class PerformerAttention(Recurrent):
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
         if "num_features" in vars(self):  # not while stock's constructor runs
-            self.redraw_projection(0)
-            if self.qk_norm:
-                nn.init.ones_(self.qk_gain)
+            self._reset_own()
+
+    def _reset_own(self) -> None:
+        """Make what is in the state dict and not in stock's, as at first, where the weights are."""
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        device = weight.device  # not of out_proj, which loads after its parent
+        values = {"projection": self._draw(0)}
+        if self.qk_norm:
+            values["qk_gain"] = torch.ones(self.num_heads)
+        if self.variant == "oprf":
+            mean_square = 2.0 if self.qk_norm else 2 * self.head_dim**0.5
+            constant = oprf_constant(mean_square, self.head_dim)
+            values["oprf_constant"] = torch.full((self.num_heads,), constant)
+        for name, value in values.items():
+            present = getattr(self, name, None)
+            if present is not None and present.device == device:
+                with torch.no_grad():
+                    present.copy_(value)
+            elif name == "qk_gain" or (name == "projection" and self.learned):
+                setattr(self, name, nn.Parameter(value.to(device)))
+            else:
+                self.register_buffer(name, value.to(device))
 
     def redraw_projection(self, epoch: int) -> None:
         """Draw the directions anew, outside of forward and backward.
 
         Args:
             epoch: Names the draw, with the module's seed and layer: the same on every rank.
+
+        Raises:
+            ValueError: The module has redraw="never", as learned directions do.
         """
+        if self.redraw == "never":
+            raise ValueError("redraw_projection needs redraw='manual' or a number of steps")
         with torch.no_grad():
             self.projection.copy_(self._draw(epoch))
 
@@ -197,18 +219,14 @@ class PerformerAttention(Recurrent):
         if not self.qk_norm:
             return q, k
         length = self.head_dim**0.25 * self.qk_gain.float().view(-1, 1, 1)  # scaled, it is the gain
-        q, k = (
-            (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) * length).to(x)
-            for x in (q, k)
-        )
-        return q, k
+        return _to_length(q, length), _to_length(k, length)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_padding_mask: Tensor | None
     ) -> Tensor:
         q, k = self._normed(q, k)
         if self.compat == "jax":
-            return _as_in_jax(q, k, v, self.projection, causal, key_padding_mask)
+            return _as_in_jax(q, k, v, self.projection, causal, key_padding_mask, self.backend)
         return favor_attention(
             q,
             k,
@@ -268,16 +286,29 @@ def redraw_projections(model: nn.Module, step: int) -> list[str]:
 
 
 def _check_redraw(redraw: str | int, learned: bool) -> None:
-    if isinstance(redraw, bool) or (isinstance(redraw, int) and redraw < 1):
-        raise ValueError(f"redraw must be 'never', 'manual' or a positive integer, got {redraw!r}")
     if isinstance(redraw, str):
         _check.check_option("redraw", redraw, ("never", "manual"))
+    elif type(redraw) is not int or redraw < 1:
+        raise ValueError(f"redraw must be 'never', 'manual' or a positive integer, got {redraw!r}")
     if learned and redraw != "never":
         raise ValueError(f"redraw must be 'never' for learned directions, got {redraw!r}")
 
 
+def _to_length(x: Tensor, length: Tensor) -> Tensor:
+    """x / |x| · length; short vectors stay shorter, so that a zero one has a moderate gradient."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    square = wide.square().sum(-1, keepdim=True)
+    return (wide * (square + 1e-4 * x.shape[-1]).rsqrt() * length).to(x.dtype)
+
+
 def _as_in_jax(
-    q: Tensor, k: Tensor, v: Tensor, projection: Tensor, causal: bool, mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    projection: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    backend: str | None,
 ) -> Tensor:
     """The formula of google-research's ``fast_attention``, eps and maxima included."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -285,9 +316,12 @@ def _as_in_jax(
     if mask is not None:
         y = y.masked_fill(mask[:, None, :, None], 0)
     w, eps = projection.to(wide), 1e-4
-    u, t = x @ w.mT, y @ w.mT
+    with in_full_precision(q.device.type):
+        u, t = x @ w.mT, y @ w.mT
+    largest = t if mask is None else t.masked_fill(mask[:, None, :, None], -torch.inf)
+    largest = largest.amax((-2, -1), keepdim=True).clamp(min=torch.finfo(wide).min)
     query = (u - x.square().sum(-1, keepdim=True) / 2 - u.amax(-1, keepdim=True)).exp() + eps
-    key = (t - y.square().sum(-1, keepdim=True) / 2 - t.amax((-2, -1), keepdim=True)).exp() + eps
+    key = (t - y.square().sum(-1, keepdim=True) / 2 - largest).exp() + eps
     out = linear_attention(
         query,
         key,
@@ -296,5 +330,6 @@ def _as_in_jax(
         normalize=True,
         causal=causal,
         key_padding_mask=mask,
+        backend=backend,
     )
     return out.to(v.dtype)

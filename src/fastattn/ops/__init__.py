@@ -1,13 +1,11 @@
 """The functional API: every tensor is ``(b, h, n, d)``, every op takes ``backend=None``."""
 
 from fastattn.ops.favor import (
-    draw_projection,
     favor_attention,
     favor_attention_reference,
     favor_attention_scan,
-    favor_error,
-    oprf_constant,
 )
+from fastattn.ops.favor_directions import draw_projection, favor_error, oprf_constant
 from fastattn.ops.linear_attention import (
     LinearState,
     linear_attention,

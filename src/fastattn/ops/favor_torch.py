@@ -2,7 +2,8 @@
 
 A feature is kept as its logarithm: FAVOR+ is linear attention whose map exp acts on projections,
 with a maximum per feature, so that nothing overflows, nothing underflows and no eps is needed.
-Features exist for one part of a sequence at a time, and are computed again in the backward pass.
+Features exist for one part of a sequence at a time, and are computed again in the backward pass;
+those of packed sequences, and all under a compiler, which recomputes by itself, for all at once.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def attend(
                 cu_seqlens=cu_seqlens,
             )
 
-        return _recomputed(packed, q, _clean(k, key_padding_mask), v, key_padding_mask).to(v.dtype)
+        inputs = (q, _clean(k, key_padding_mask), v, key_padding_mask)
+        return _recomputed(features, packed, *inputs).to(v.dtype)
     if causal:
         return scan(q, k, v, None, features, key_padding_mask=key_padding_mask)[0]
     return _everything(q, k, v, features, key_padding_mask)
@@ -115,7 +117,7 @@ def scan(
 
     outs = []
     for pieces in _parts(q, _clean(k, key_padding_mask), v, mask=key_padding_mask):
-        out, state = _recomputed(part, *pieces, state)
+        out, state = _recomputed(features, part, *pieces, state)
         outs.append(out)
     assert state is not None  # there is a part, be it empty
     return torch.cat(outs, 2).to(v.dtype), state
@@ -144,12 +146,13 @@ def _everything(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tenso
 
     total: Scaled | None = None
     for pieces in _parts(_clean(k, mask), v, mask=mask):
-        kv, shift = _recomputed(add_up, *pieces)
+        kv, shift = _recomputed(features, add_up, *pieces)
         one = kv, None if shift is None else shift.mT  # a shift scales the rows of kv
         total = one if total is None else linear.merge(total, one)
     assert total is not None
     kv, top = total
-    outs = [_recomputed(meet, x, kv, None if top is None else top.mT) for (x, _) in _parts(q)]
+    shift = None if top is None else top.mT
+    outs = [_recomputed(features, meet, x, kv, shift) for (x, _) in _parts(q)]
     return torch.cat(outs, 2)
 
 
@@ -167,7 +170,7 @@ def _parts(*tensors: Tensor, mask: Tensor | None = None) -> list[tuple[Any, ...]
     return list(zip(*columns, strict=True))
 
 
-def _recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+def _recomputed(features: Features, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call, and keep nothing of the inside for the backward pass but the arguments."""
     if (
         not torch.is_grad_enabled()
@@ -175,4 +178,14 @@ def _recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
         or torch._C._are_functorch_transforms_active()  # which know no checkpoints
     ):
         return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    version = features.directions._version
+
+    def again(*arguments: Any) -> Any:
+        if features.directions._version != version:  # a checkpoint does not look
+            raise RuntimeError(
+                "the projection was modified by an inplace operation between forward and "
+                "backward: redraw after the optimizer's step"
+            )
+        return function(*arguments)
+
+    return checkpoint(again, *arguments, use_reentrant=False, preserve_rng_state=False)

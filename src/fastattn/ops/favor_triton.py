@@ -240,8 +240,9 @@ def _forward(
     causal: bool,
 ) -> list[Tensor]:
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
-    directions = directions if directions.is_contiguous() else directions.contiguous()
-    offsets = whole(offsets)
+    aligned, offsets = whole(directions), whole(offsets)
+    assert aligned is not None
+    directions = aligned
     buffers = _forward_buffers(q, k, v, cu_seqlens, directions, causal)
     out, table, kept, *rest = buffers
     if out.numel() == 0:
@@ -269,7 +270,7 @@ def _forward(
         launch(
             "favor_causal.prepare",
             (kv_rows, _blocks("favor_causal.prepare", options), 1),
-            (directions, table, kept, h_kv, n, factor, curvature),
+            (directions, table, kept, h_kv, factor, curvature),
             options,
             _constants,
         )
@@ -285,7 +286,7 @@ def _forward(
     launch(
         "favor.merge",
         (kv_rows, _blocks("favor.merge", options), 1),
-        (shares, directions, table, kept, h_kv, n, splits, factor),
+        (shares, directions, table, kept, h_kv, splits, factor),
         options,
         _constants,
     )
@@ -373,7 +374,7 @@ def _backward(
     launch(
         "favor_backward.add",
         (kv_rows, _blocks("favor_backward.add", options), 1),
-        (dshares, dtable, slopes, n, g * splits),
+        (dshares, table, dtable, slopes, g * splits),
         options,
         _constants,
     )
