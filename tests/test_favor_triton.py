@@ -176,6 +176,14 @@ def test_values_with_a_mean_cost_the_gradients_nothing():
             assert (got - want).norm() <= (1e-4 if dtype == torch.float32 else 0.1) * want.norm()
 
 
+def test_a_scale_that_is_an_integer_is_one_like_others():
+    q, k, v = CASES[1].inputs(torch.float32, DEVICE)
+    w = draw_projection(16, 20).to(DEVICE)
+    for causal in (False, True):
+        one, other = (kernels(q / 2, k / 2, v, w, scale=x, causal=causal) for x in (1, 1.0))
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("heads", [None, 2])
 def test_any_layout_and_alignment_gives_the_same(heads):
     case = testing.AttentionCase("", "", 2, 4, 2, 40, 40, 8, 8)

@@ -135,4 +135,4 @@ def check_scale(scale: float | None, d: int) -> float:
         return d**-0.5
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale must be positive, got {scale}")
-    return scale
+    return float(scale)  # kernels are compiled for a float
