@@ -1,6 +1,6 @@
 """FAVOR+: softmax attention estimated in O(n) by positive random features.
 
-    exp(x·y) = E exp(w·x - |x|²/2) exp(w·y - |y|²/2),    w ~ N(0, 1)
+    exp(x·y) = E exp(w·x - ‖x‖²/2) exp(w·y - ‖y‖²/2),    w ~ N(0, 1)
 
 with x, y = √scale·q, √scale·k. For m directions w, normalised attention is exactly two softmax
 attentions: the features attend to the keys, then the queries to the features. Choromanski et al.
@@ -59,7 +59,7 @@ def favor_attention(
     The estimate has no eps and no maximum over tokens: it is finite at every scale of the inputs,
     and every output is a weighted mean of the values, with positive weights that sum to one. How
     far it is from softmax attention, :func:`favor_error` predicts. The causal kernels are exact up
-    to |k|²·scale of about 100 and degrade beyond, still to such means; the rest is exact at every
+    to ‖k‖²·scale of about 100 and degrade beyond, still to such means; the rest is exact at every
     scale. Packed sequences cost O(m·(d + e)) memory each on the kernels, O(n·m) on the torch path.
 
     Args:

@@ -72,7 +72,7 @@ def draw_projection(
 def favor_error(q: Tensor, k: Tensor, num_features: int, *, scale: float | None = None) -> Tensor:
     """Predict how far FAVOR+ is off: the relative standard deviation of each kernel value.
 
-    √((exp(|x + y|²) - 1) / m) for m independent directions of variant "positive", where x and y
+    √((exp(‖x + y‖²) - 1) / m) for m independent directions of variant "positive", where x and y
     are the scaled query and key: values above 1 mean that the estimate of exp(x·y) is noise.
     Orthogonal directions and "hyperbolic" do a little better; "oprf" does by an order of magnitude
     where values are above 100, which leaves noise all the same.
@@ -98,17 +98,17 @@ def favor_error(q: Tensor, k: Tensor, num_features: int, *, scale: float | None 
     x, y = q.to(wide) * root, k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1) * root
     squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
     with in_full_precision(q.device.type):
-        square = (squares + 2 * x @ y.mT).clamp(min=0)  # |x + y|²
+        square = (squares + 2 * x @ y.mT).clamp(min=0)  # ‖x + y‖²
     return (square.expm1() / num_features).sqrt()
 
 
 def oprf_constant(mean_square: float, head_dim: int) -> float:
-    """The A of variant "oprf" with the least variance where |x + y|² is ``mean_square`` on average.
+    """The A of variant "oprf" with the least variance where ‖x + y‖² is ``mean_square`` on average.
 
     Likhosherstov et al. 2022, section 4.2. Zero for a mean of zero, where "oprf" is "positive".
 
     Args:
-        mean_square: The mean of |x + y|² over queries and keys, x and y scaled by √scale.
+        mean_square: The mean of ‖x + y‖² over queries and keys, x and y scaled by √scale.
         head_dim: d.
 
     Raises:
