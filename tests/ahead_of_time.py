@@ -160,7 +160,8 @@ def favor_calls() -> dict[str, Callable[[], object]]:
                     *a, causal=True, e=e
                 )
     bf16 = torch.bfloat16
-    calls["bfloat16 packed masked causal"] = lambda: call(64, 256, bf16, True, True, True, True)
+    # not in the test: 172 KB of shared memory, which Ampere does not have
+    calls["bfloat16 causal with everything"] = lambda: call(64, 256, bf16, True, True, True, True)
     calls["bfloat16 packed masked"] = lambda: call(64, 256, bf16, True, True)
     calls["bfloat16 masked offset"] = lambda: call(64, 256, bf16, True, offset=True)
     return calls

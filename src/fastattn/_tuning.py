@@ -153,7 +153,7 @@ def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dic
         "BLOCK_D": block_d,
         "BLOCK_E": _block(e),
         "num_warps": warps,
-        "num_stages": 2 if dtype == torch.bfloat16 and block_d <= 64 else 1,
+        "num_stages": 1,
     }
 
 
