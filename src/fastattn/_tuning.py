@@ -107,12 +107,10 @@ def favor(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, 
     block_d, block_e, features = _block(d), _block(e), _block(m)
     size = 2 if dtype == torch.bfloat16 else 4
     tokens, most, warps, stages = 64, 128, 4, 3
-    if kernel == "sum_keys":
-        most, tokens = 128, 64
-    elif kernel in ("merge", "add"):
+    if kernel in ("merge", "add"):
         tokens, most = 0, 32
     elif kernel == "attend":
-        most, stages = 128, 2
+        stages = 2
     elif kernel in ("grad_queries", "grad_keys"):
         most, stages = 64, 2
     if dtype != torch.bfloat16 or max(block_d, block_e) > 64:

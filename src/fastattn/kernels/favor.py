@@ -38,6 +38,13 @@ def rows(ptr, start, COUNT: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
+def half_square(k, curvature):
+    """``[N]`` what a key's features lose for its length, to base 2; in float32."""
+    wide = k.to(tl.float32)
+    return tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)
+
+
+@triton.jit
 def logarithms(products, RELU: tl.constexpr):
     """Of the features, to base 2, from the products with the directions; a NaN stays one."""
     if RELU:
@@ -95,8 +102,7 @@ def sum_keys_kernel(
         keep = visible(mask_ptr, start + tl.arange(0, BLOCK_N), high, MASKED)
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
-        wide = k.to(tl.float32)
-        half = tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)  # [N]
+        half = half_square(k, curvature)
         half = tl.where(keep, half, float("inf"))  # a key that is not kept has no weight
         logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION)  # [M, N]
         logits = logarithms(logits, RELU) - half[None, :]

@@ -12,7 +12,7 @@ query, and p' (dS·v - t) of a key, since the gradient of a log-sum is dS·S - t
 import triton
 import triton.language as tl
 
-from fastattn.kernels.favor import LOG2E, hold, logarithms, rows, sums
+from fastattn.kernels.favor import half_square, hold, logarithms, rows, sums
 from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -229,8 +229,7 @@ def grad_keys_kernel(
         keep = visible(mask_ptr, n, high, MASKED)
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
-        wide = k.to(tl.float32)
-        half = tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)
+        half = half_square(k, curvature)
         half = tl.where(keep, half, float("inf"))  # a key that is not kept has no weight
         dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
@@ -251,6 +250,6 @@ def grad_keys_kernel(
                     narrow, v, half, w, dmeans, kept_ptr, slope_ptr,
                     start_m + m, dk, dv, along, M, RELU, PRECISION,
                 )  # fmt: skip
-        dk = dk * unit(RELU) - wide * (curvature * along)[:, None]
+        dk = dk * unit(RELU) - k.to(tl.float32) * (curvature * along)[:, None]
         put(dk_ptr, start, dk_n, n < high, dk, D, BLOCK_D)
         put(dv_ptr, start, dv_n, n < high, dv, E, BLOCK_E)

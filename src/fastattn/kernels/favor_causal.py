@@ -20,7 +20,7 @@ Letters and tables: ``favor``. S is kept transposed, [E, M], all features at onc
 import triton
 import triton.language as tl
 
-from fastattn.kernels.favor import LOG2E, directions, hold, rows, sums
+from fastattn.kernels.favor import LOG2E, directions, half_square, hold, rows, sums
 from fastattn.kernels.favor_backward import LN2
 from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
 
@@ -57,12 +57,6 @@ def key_logits(k, w, shift, half, keep, PRECISION: tl.constexpr):
     logits = tl.dot(k, tl.trans(w), input_precision=PRECISION) - half[:, None] - shift[None, :]
     logits = tl.clamp(logits, LEAST, MOST, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays one
     return tl.where(keep[:, None], logits, -float("inf"))
-
-
-@triton.jit
-def half_square(k, curvature):
-    wide = k.to(tl.float32)
-    return tl.sum(wide * wide, 1) * (curvature * 0.5 * LOG2E)
 
 
 @triton.jit

@@ -24,8 +24,8 @@ class PerformerAttention(Recurrent):
     """Softmax attention estimated by positive random features, in O(n) (Choromanski et al. 2021).
 
     Takes the place of ``nn.MultiheadAttention``: same arguments, same parameters, same initial
-    values from the same seed, and a stock state dict loads strictly (the projection stays the one
-    that was drawn). How close it comes to softmax attention depends on the size of queries and
+    values from the same seed, and a stock state dict loads strictly (the projection is then the one
+    first drawn). How close it comes to softmax attention depends on the size of queries and
     keys: see :func:`fastattn.ops.favor_error`. Dropout acts on the output, since the weights never
     exist.
 

@@ -116,7 +116,6 @@ class _Options(NamedTuple):
     offset: bool
     masked: bool
     packed: bool
-    causal: bool
     unit: int
 
 
@@ -162,13 +161,12 @@ def _options(
     directions: Tensor,
     offsets: Any,
     curvature: float | None,
-    causal: bool,
 ) -> _Options:
     """Strides count as aligned if all are multiples of 8 elements."""
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     unit = 1 if any(s % 8 for s in strides) else 8
     heads, m, d = directions.shape
-    given = (offsets is not None, mask is not None, cu_seqlens is not None, causal)
+    given = (offsets is not None, mask is not None, cu_seqlens is not None)
     return _Options(q.dtype, d, v.shape[3], m, heads > 1, curvature is None, *given, unit)
 
 
@@ -247,7 +245,7 @@ def _forward(
     out, table, kept, *rest = buffers
     if out.numel() == 0:
         return buffers
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature, causal)
+    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
     curvature = curvature or 0.0
     rows, kv_rows = _sizes(q, k, cu_seqlens)
     h, n, h_kv, m = q.shape[1], q.shape[2], k.shape[1], options.m
@@ -322,7 +320,7 @@ def _backward(
     if out.numel() == 0:  # nothing looked at the keys
         return [x.zero_() for x in buffers]
     causal = shares is not None
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature, causal)
+    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
     curvature = curvature or 0.0
     if any(s % 8 for s in dout.stride()[:3]):
         options = options._replace(unit=1)
