@@ -71,7 +71,7 @@ def _first_launch(
     function = getattr(import_module(f"fastattn.kernels.{module}"), f"{name}_kernel")
     chosen = constants(kernel, options)
     parameters = function.arg_names[len(arguments) :]
-    launch_options = {k: x for k, x in chosen.items() if k.startswith("num_")}
+    launch_options = {k: x for k, x in chosen.items() if k.startswith("num_") or k == "maxnreg"}
     compiled = function[grid](*arguments, **{k: chosen[k] for k in parameters}, **launch_options)
     if compiled is not None:  # None from the interpreter, and where launches are only recorded
         from triton.knobs import runtime

@@ -1,6 +1,7 @@
 """FAVOR+, forward, as two softmax attentions: features over keys, then queries over features.
 
-    sum_keys    per split of the keys: sum of exp(L) ⊗ v and of exp(L), L = w·k - curvature·|k|²/2
+    sum_keys    per split of the keys: sum of exp(L) ⊗ v and of exp(L), L = w·k - curvature·|k|²/2;
+                and the directions w, scaled and rounded
     merge       the splits of a head, in their order: means S (M, E) and log-sums of the features
     attend      out = mean of S, weighted by exp(w·q + log-sum + offset)
 
@@ -14,7 +15,15 @@ the features (B, HKV, M) and, behind them, of the rows (B, H, N). Nothing has M 
 import triton
 import triton.language as tl
 
-from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
+from fastattn.kernels.linear_attention_parts import (
+    begin,
+    behind_first,
+    launched,
+    put,
+    span,
+    tile,
+    visible,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -73,9 +82,45 @@ def sums(ptr, start, offset_ptr, OFFSET: tl.constexpr, M: tl.constexpr, BLOCK_M:
     return found
 
 
+@triton.jit
+def lift(x, DOT: tl.constexpr):
+    """x [M] as ``[M, 16]``, three numbers a row that sum to it: a product with ones adds it."""
+    x = tl.maximum(x, -1e30)  # -inf times 0 is NaN
+    high = x.to(tl.bfloat16).to(tl.float32)
+    middle = (x - high).to(tl.bfloat16).to(tl.float32)
+    low = x - high - middle
+    j = tl.arange(0, 16)[None, :]
+    parts = tl.where(j == 0, high[:, None], tl.where(j == 1, middle[:, None], low[:, None]))
+    return tl.where(j < 3, parts, 0.0).to(DOT)
+
+
+@triton.jit
+def plus(logits, x, DOT: tl.constexpr, LIFT: tl.constexpr):
+    """Add x to the rows of ``[N, M]``; lifted, within the tensor cores."""
+    if LIFT:
+        j = tl.arange(0, 16)[None, :] + tl.zeros((logits.shape[0], 1), tl.int32)
+        logits = tl.dot(tl.where(j < 3, 1.0, 0.0).to(DOT), tl.trans(x), logits)
+    else:
+        logits += x[None, :]
+    return logits
+
+
+@triton.jit
+def hold_sums(ptr, offset_ptr, OFFSET: tl.constexpr, M: tl.constexpr,
+              BLOCK_M: tl.constexpr, DOT: tl.constexpr, LIFT: tl.constexpr):  # fmt: skip
+    """All blocks of :func:`sums`, lifted; or nothing."""
+    blocks = ()
+    if LIFT:
+        for start in tl.static_range(0, M, BLOCK_M):
+            blocks = blocks + (  # noqa: RUF005
+                lift(sums(ptr, start, offset_ptr, OFFSET, M, BLOCK_M), DOT),
+            )
+    return blocks
+
+
 @launched
 def sum_keys_kernel(
-    k_ptr, v_ptr, mask_ptr, cu_ptr, w_ptr, share_ptr,
+    k_ptr, v_ptr, mask_ptr, cu_ptr, w_ptr, table_ptr, share_ptr,
     k_b, k_h, k_n, v_b, v_h, v_n,
     HKV, N, factor, curvature,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
@@ -94,11 +139,18 @@ def sum_keys_kernel(
     start_m = tl.program_id(2) * BLOCK_M
     w_ptr += head * OWN * (M * D)
     w = directions(w_ptr, start_m, factor, M, D, BLOCK_M, BLOCK_D).to(DOT)  # [M, D]
+    # Only what was loaded is multiplied from shared memory, what was computed from registers, which
+    # takes the products one after the other. All splits write the same.
+    table_ptr += row_id * (M * (D + E))
+    m, d = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    tl.store(table_ptr + m[:, None] * D + d[None, :], w, mask=(m < M)[:, None] & (d < D)[None, :])
+    tl.debug_barrier()
+    w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
 
     total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    for start in range(low, high, BLOCK_N):
+    for start in range(low, behind_first(low, high), BLOCK_N):
         keep = visible(mask_ptr, start + tl.arange(0, BLOCK_N), high, MASKED)
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
@@ -124,10 +176,9 @@ def sum_keys_kernel(
 
 @launched
 def merge_kernel(
-    share_ptr, w_ptr, table_ptr, kept_ptr,
-    HKV, SHARES, factor,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    share_ptr, table_ptr, kept_ptr,
+    SHARES,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: the table and the log-sums of BLOCK_M features of one key head."""
     row_id = tl.program_id(0).to(tl.int64)
@@ -150,22 +201,19 @@ def merge_kernel(
         top = larger
         share_ptr += M * (E + 2)
 
-    w = directions(w_ptr + row_id % HKV * OWN * (M * D), start_m, factor, M, D, BLOCK_M, BLOCK_D)
     table_ptr += row_id * (M * (D + E))
-    d = tl.arange(0, BLOCK_D)
-    in_w = (m < M)[:, None] & (d < D)[None, :]
     dtype = table_ptr.dtype.element_ty
-    tl.store(table_ptr + m[:, None] * D + d[None, :], w.to(dtype), mask=in_w)
     mean = total / tl.where(mass == 0, 1.0, mass)[:, None]
     tl.store(table_ptr + M * D + m[:, None] * E + e[None, :], mean.to(dtype), mask=exists)
     tl.store(kept_ptr + row_id * M + m, top + tl.log2(mass), mask=m < M)  # -inf without a key
 
 
 @triton.jit
-def meet(q, w, means, bias, total, mass, top, RELU: tl.constexpr, PRECISION: tl.constexpr):
+def meet(q, w, means, bias, total, mass, top,
+         RELU: tl.constexpr, PRECISION: tl.constexpr, LIFT: tl.constexpr):  # fmt: skip
     """Queries ``[N, D]`` attend to a block of features: the sums so far, scaled to the new top."""
     logits = tl.dot(q, tl.trans(w), input_precision=PRECISION)  # [N, M]
-    logits = logarithms(logits, RELU) + bias[None, :]
+    logits = plus(logarithms(logits, RELU), bias, q.dtype, LIFT)
     larger = tl.maximum(top, tl.max(logits, 1))
     finite = tl.where(larger == -float("inf"), 0.0, larger)
     scale = tl.exp2(top - finite)
@@ -185,7 +233,7 @@ def attend_kernel(
     RELU: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    HOLD: tl.constexpr,
+    HOLD: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of the queries of one head attends to the features."""
     row_id = tl.program_id(0).to(tl.int64)
@@ -204,7 +252,8 @@ def attend_kernel(
 
     held_w = hold(table_ptr, M, D, BLOCK_M, BLOCK_D, HOLD)
     held_means = hold(table_ptr + M * D, M, E, BLOCK_M, BLOCK_E, HOLD)
-    for start in range(low, high, BLOCK_N):
+    held_bias = hold_sums(kept_ptr, offset_ptr, OFFSET, M, BLOCK_M, DOT, LIFT)
+    for start in range(low, behind_first(low, high), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
         total = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
@@ -212,16 +261,19 @@ def attend_kernel(
         top = tl.full((BLOCK_N,), -float("inf"), tl.float32)
         if HOLD:
             for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
-                bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
+                if LIFT:
+                    bias = held_bias[i]
+                else:
+                    bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
                 total, mass, top = meet(
-                    q, held_w[i], held_means[i], bias, total, mass, top, RELU, PRECISION
+                    q, held_w[i], held_means[i], bias, total, mass, top, RELU, PRECISION, LIFT
                 )
         else:
             for start_m in range(0, M, BLOCK_M):
                 w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
                 means = rows(table_ptr + M * D, start_m, M, E, BLOCK_M, BLOCK_E)
                 bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
-                total, mass, top = meet(q, w, means, bias, total, mass, top, RELU, PRECISION)
+                total, mass, top = meet(q, w, means, bias, total, mass, top, RELU, PRECISION, False)
         empty = mass == 0
         total = total / tl.where(empty, 1.0, mass)[:, None]
         put(out_ptr, start, out_n, n < high, total, E, BLOCK_E)

@@ -1,19 +1,28 @@
 """FAVOR+, backward, from the table, the log-sums of features and rows, and nothing of width M.
 
-    grad_queries   dq, and per query δ = dout·out
+    grad_queries   dq, and per query a pair: its log-sum, and δ = dout·out
     sum_queries    per split of the queries: shares of dS = sum of p ⊗ dout and of t = sum of p·δ
     add            the shares of a key head, in their order
     grad_keys      dk and dv
 
 With p the weights of the second attention and p' those of the first: dlogit = p (dout·S - δ) of a
-query, and p' (dS·v - t) of a key, since the gradient of a log-sum is dS·S - t. Letters: ``favor``.
+query, and p' (dS·v - t) of a key, since the gradient of a log-sum is dS·S - t. The slopes are t
+(B, HKV, M) and, behind them, the pairs (B, H, N, 2). Letters: ``favor``.
 """
 
 import triton
 import triton.language as tl
 
-from fastattn.kernels.favor import half_square, hold, logarithms, rows, sums
-from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
+from fastattn.kernels.favor import half_square, hold, hold_sums, logarithms, plus, rows, sums
+from fastattn.kernels.linear_attention_parts import (
+    begin,
+    behind_first,
+    launched,
+    put,
+    span,
+    tile,
+    visible,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -34,11 +43,13 @@ def unit(RELU: tl.constexpr):
 
 @triton.jit
 def turn_query(
-    q, dout, delta, whole, w, means, bias, dq, RELU: tl.constexpr, PRECISION: tl.constexpr
-):
+    q, dout, delta, whole, w, means, bias, dq,
+    RELU: tl.constexpr, PRECISION: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
     """dq of a block of features."""
     products = tl.dot(q, tl.trans(w), input_precision=PRECISION)  # [N, M]
-    weights = tl.exp2(logarithms(products, RELU) + bias[None, :] - whole[:, None])
+    logits = plus(logarithms(products, RELU), bias, q.dtype, LIFT)
+    weights = tl.exp2(logits - whole[:, None])
     slopes = tl.dot(dout, tl.trans(means), input_precision=PRECISION)  # [N, M]
     slopes = chain(weights * (slopes - delta[:, None]), products, RELU)
     return tl.dot(slopes.to(w.dtype), w, dq, input_precision=PRECISION)
@@ -73,7 +84,7 @@ def grad_queries_kernel(
     RELU: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    HOLD: tl.constexpr,
+    HOLD: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of the queries of one head."""
     row_id = tl.program_id(0).to(tl.int64)
@@ -88,7 +99,7 @@ def grad_queries_kernel(
     dq_ptr += sample * dq_n.to(tl.int64) + head * D
     behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
     row_ptr = kept_ptr + behind
-    delta_ptr = slope_ptr + behind
+    delta_ptr = slope_ptr + 2 * behind - KEYROWS.to(tl.int64) * M
     kept_ptr += key_row * M
     table_ptr += key_row * (M * (D + E))
     if OFFSET:
@@ -96,28 +107,33 @@ def grad_queries_kernel(
     held_w = hold(table_ptr, M, D, BLOCK_M, BLOCK_D, HOLD)
     held_means = hold(table_ptr + M * D, M, E, BLOCK_M, BLOCK_E, HOLD)
 
-    for start in range(low, high, BLOCK_N):
+    held_bias = hold_sums(kept_ptr, offset_ptr, OFFSET, M, BLOCK_M, DOT, LIFT)
+    for start in range(low, behind_first(low, high), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
         dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E)  # [N, E]
         out = tile(out_ptr, start, out_n, n < high, E, BLOCK_E)  # [N, E]
         delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [N]
-        tl.store(delta_ptr + n, delta, mask=n < high)
         whole = tl.load(row_ptr + n, mask=n < high, other=0.0)
+        pair = delta_ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(pair, tl.join(whole, delta), mask=(n < high)[:, None])
         dout = dout.to(DOT)
         dq = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         if HOLD:
             for i in tl.static_range(0, (M + BLOCK_M - 1) // BLOCK_M):
-                bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
+                if LIFT:
+                    bias = held_bias[i]
+                else:
+                    bias = sums(kept_ptr, i * BLOCK_M, offset_ptr, OFFSET, M, BLOCK_M)
                 dq = turn_query(
-                    q, dout, delta, whole, held_w[i], held_means[i], bias, dq, RELU, PRECISION
+                    q, dout, delta, whole, held_w[i], held_means[i], bias, dq, RELU, PRECISION, LIFT
                 )
         else:
             for start_m in range(0, M, BLOCK_M):
                 w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)
                 means = rows(table_ptr + M * D, start_m, M, E, BLOCK_M, BLOCK_E)
                 bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
-                dq = turn_query(q, dout, delta, whole, w, means, bias, dq, RELU, PRECISION)
+                dq = turn_query(q, dout, delta, whole, w, means, bias, dq, RELU, PRECISION, False)
         put(dq_ptr, start, dq_n, n < high, dq * unit(RELU), D, BLOCK_D)
 
 
@@ -139,8 +155,7 @@ def sum_queries_kernel(
     q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
     dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
     behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
-    row_ptr = kept_ptr + behind
-    delta_ptr = slope_ptr + behind
+    slope_ptr += 2 * behind - KEYROWS.to(tl.int64) * M
     if OFFSET:
         offset_ptr += head // G * OWN * M
     start_m = tl.program_id(2) * BLOCK_M
@@ -149,12 +164,13 @@ def sum_queries_kernel(
 
     total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(low, high, BLOCK_N):
+    for start in range(low, behind_first(low, high), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
         dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
-        whole = tl.load(row_ptr + n, mask=n < high, other=float("inf"))
-        delta = tl.load(delta_ptr + n, mask=n < high, other=0.0)
+        pair = slope_ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
+        whole, delta = tl.split(tl.load(pair, mask=(n < high)[:, None], other=float("inf")))
+        delta = tl.where(n < high, delta, 0.0)
         products = tl.dot(w, tl.trans(q), input_precision=PRECISION)  # [M, N]
         weights = tl.exp2(logarithms(products, RELU) + bias[:, None] - whole[None, :])
         mass += tl.sum(weights * delta[None, :], 1)
@@ -224,7 +240,7 @@ def grad_keys_kernel(
     held_w = hold(table_ptr, M, D, BLOCK_M, BLOCK_D, HOLD)
     held_dmeans = hold(dtable_ptr, M, E, BLOCK_M, BLOCK_E, HOLD)
 
-    for start in range(low, high, BLOCK_N):
+    for start in range(low, behind_first(low, high), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         keep = visible(mask_ptr, n, high, MASKED)
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]

@@ -1,7 +1,7 @@
 """FAVOR+ where row i sees keys 0 to i: chunks within splits, features made inside.
 
     sum_keys       (of ``favor``) per split of the keys: share of S and z, with its own maximum
-    prepare        the table's directions, and for each feature a shift c that no key decides
+    prepare        for each feature a shift c that no key decides
     attend         from the shares before a split, along its chunks
     grad_queries   like attend; δ
     sum_queries    (of ``favor_backward``) per split of the queries: share of dS and of t
@@ -20,7 +20,7 @@ Letters and tables: ``favor``. S is kept transposed, [E, M], all features at onc
 import triton
 import triton.language as tl
 
-from fastattn.kernels.favor import LOG2E, directions, half_square, hold, rows, sums
+from fastattn.kernels.favor import LOG2E, half_square, hold, rows, sums
 from fastattn.kernels.favor_backward import LN2
 from fastattn.kernels.linear_attention_parts import begin, launched, put, span, tile, visible
 
@@ -31,21 +31,15 @@ FARTHEST = tl.constexpr(40.0)
 
 @launched
 def prepare_kernel(
-    w_ptr, table_ptr, kept_ptr,
-    HKV, factor, curvature,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    table_ptr, kept_ptr,
+    curvature,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: directions in DOT and shifts of BLOCK_M features of one key head."""
+    """One program: the shifts of BLOCK_M features of one key head."""
     row_id = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(1) * BLOCK_M
-    m, d = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    w = directions(w_ptr + row_id % HKV * OWN * (M * D), start_m, factor, M, D, BLOCK_M, BLOCK_D)
-    exists = (m < M)[:, None] & (d < D)[None, :]
-    at = table_ptr + row_id * (M * (D + E)) + m[:, None] * D + d[None, :]
-    rounded = w.to(table_ptr.dtype.element_ty)
-    tl.store(at, rounded, mask=exists)
-    w = rounded.to(tl.float32)
+    w = rows(table_ptr + row_id * (M * (D + E)), start_m, M, D, BLOCK_M, BLOCK_D).to(tl.float32)
+    m = start_m + tl.arange(0, BLOCK_M)
     bound = tl.sum(w * w, 1) / (2 * LOG2E * curvature)
     shift = tl.clamp(bound - MOST, 0.0, FARTHEST)
     tl.store(kept_ptr + row_id * M + m, shift, mask=m < M)
@@ -210,7 +204,7 @@ def grad_queries_kernel(
     out_ptr += sample * out_n.to(tl.int64) + head * E
     dq_ptr += sample * dq_n.to(tl.int64) + head * D
     behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
-    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + behind
+    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + 2 * behind - KEYROWS.to(tl.int64) * M
     if OFFSET:
         offset_ptr += head // G * OWN * M
     w = rows(table_ptr + key_row * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
@@ -230,11 +224,12 @@ def grad_queries_kernel(
         dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E)  # [N, E]
         out = tile(out_ptr, start, out_n, n < high, E, BLOCK_E)  # [N, E]
         delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [N]
-        tl.store(delta_ptr + n, delta, mask=n < high)
         dout = dout.to(DOT)
         half = half_square(k, curvature)
         keys = tl.exp2(key_logits(k.to(DOT), w, shift, half, keep, PRECISION))  # [N, M]
         whole = tl.load(row_ptr + n, mask=n < high, other=float("inf"))
+        pair = delta_ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(pair, tl.join(whole, delta), mask=(n < high)[:, None])
         dscores = tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]
         dscores = tl.where(past, dscores, 0.0)  # [N, N]
         slopes = tl.dot(dout, total.to(DOT), input_precision=PRECISION)  # [N, M]
@@ -278,7 +273,7 @@ def grad_keys_kernel(
     length = N.to(tl.int64)
     behind = KEYROWS.to(tl.int64) * M
     behind += head * G * length + first if PACKED else row_id * G * length
-    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + behind
+    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + 2 * behind - KEYROWS.to(tl.int64) * M
     if OFFSET:
         offset_ptr += head * OWN * M
     w = rows(table_ptr + row_id * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
@@ -314,7 +309,7 @@ def grad_keys_kernel(
         for g in range(0, G):
             q = tile(q_ptr + g * step_q, start, q_n, n < high, D, BLOCK_D)  # [N, D]
             dout = tile(dout_ptr + g * step_dout, start, dout_n, n < high, E, BLOCK_E).to(DOT)
-            delta = tl.load(delta_ptr + g * length + n, mask=n < high, other=0.0)
+            delta = tl.load(delta_ptr + (g * length + n) * 2 + 1, mask=n < high, other=0.0)
             whole = tl.load(row_ptr + g * length + n, mask=n < high, other=float("inf"))
             logits = tl.dot(q.to(DOT), tl.trans(w), input_precision=PRECISION) + bias[None, :]
             weights = tl.exp2(logits - whole[:, None])  # [N, M]

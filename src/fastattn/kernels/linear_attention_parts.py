@@ -63,6 +63,18 @@ def span(cu_ptr, b, N, PACKED: tl.constexpr):
 
 
 @triton.jit
+def behind_first(low, high):
+    """Where a loop from low ends that turns at least once, over nothing if high is not above low.
+
+    Sums that may come from before the loop as well as out of it are defined in two places, which
+    makes the assembler wait for every single matrix product.
+    """
+    end = tl.maximum(high, low + 1)
+    tl.assume(end > low)
+    return end
+
+
+@triton.jit
 def begin(
     ptr, b, head, first, stride_b, stride_h, stride_n, UNIT: tl.constexpr, PACKED: tl.constexpr
 ):

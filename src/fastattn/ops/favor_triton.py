@@ -260,7 +260,20 @@ def _forward(
     launch(
         "favor.sum_keys",
         (kv_rows, splits, blocks),
-        (k, v, mask, cu_seqlens, directions, shares, *keys, h_kv, k.shape[2], factor, curvature),
+        (
+            k,
+            v,
+            mask,
+            cu_seqlens,
+            directions,
+            table,
+            shares,
+            *keys,
+            h_kv,
+            k.shape[2],
+            factor,
+            curvature,
+        ),
         options,
         _constants,
     )
@@ -268,7 +281,7 @@ def _forward(
         launch(
             "favor_causal.prepare",
             (kv_rows, _blocks("favor_causal.prepare", options), 1),
-            (directions, table, kept, h_kv, factor, curvature),
+            (table, kept, curvature),
             options,
             _constants,
         )
@@ -284,7 +297,7 @@ def _forward(
     launch(
         "favor.merge",
         (kv_rows, _blocks("favor.merge", options), 1),
-        (shares, directions, table, kept, h_kv, splits, factor),
+        (shares, table, kept, splits),
         options,
         _constants,
     )
@@ -330,7 +343,7 @@ def _backward(
     blocks = _blocks("favor_backward.sum_queries", options)
     splits = _splits(q, rows, blocks, causal)
     dshares = q.new_empty(rows * splits * m * (e + 1), dtype=torch.float32)
-    slopes = torch.empty_like(kept)
+    slopes = kept.new_empty(2 * kept.numel() - kv_rows * m)
     queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
     sizes = (h, g, n, kv_rows)
     if causal:
