@@ -50,7 +50,7 @@ def record(call: Callable[[], object]) -> list[tuple[str, str, dict, dict]]:
 
 
 def compile_one(job: tuple) -> dict:
-    """Registers, bytes of stack (spills) and of shared memory of one launch on one target."""
+    """What one launch needs on one target: registers, bytes of stack (spills), of shared memory."""
     label, capability, (module, name, arguments, options) = job
     kernel = getattr(__import__(module, fromlist=[name]), name)
     signature, constants, attributes = {}, {}, {}
@@ -71,13 +71,20 @@ def compile_one(job: tuple) -> dict:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         )
+    warnings = ""
+    if capability == 90:  # products in flight are Hopper's; the assembler says where it waits
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(compiled.asm["ptx"])
+            file.flush()
+            command = [tools / "ptxas", "-arch=sm_90a", "-v", "-o", "/dev/null", file.name]
+            warnings = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
     return {
         "call": label,
@@ -86,6 +93,7 @@ def compile_one(job: tuple) -> dict:
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
+        "serialised": "wgmma.mma_async instructions are serialized" in warnings,
         "options": {k: v for k, v in options.items() if isinstance(v, int)},
     }
 

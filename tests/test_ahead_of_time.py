@@ -32,11 +32,12 @@ def compiled(family, *calls):
     return found
 
 
-def no_spills(found, calls, allowed):
+def tuned_as_measured(found, calls, allowed):
     """On Hopper, where the numbers were tuned."""
     for f in found:
         if f["capability"] == 90 and f["call"].startswith(calls):
             assert f["stack"] <= allowed.get((f["call"].split()[-1], f["kernel"]), 0), f
+            assert not f["serialised"], f
 
 
 @pytest.mark.slow
@@ -61,7 +62,7 @@ def test_linear_attention_compiles_for_every_generation():
         "grad_keys_kernel",
         "step_kernel",
     }
-    no_spills(found, "bfloat16 d64", SPILLS)
+    tuned_as_measured(found, "bfloat16 d64", SPILLS)
 
 
 @pytest.mark.slow
@@ -80,4 +81,4 @@ def test_favor_compiles_for_every_generation():
         "grad_keys_kernel",
     }
     tuned = [f for f in found if not f["call"].endswith("causal")]  # those spill, and say so
-    no_spills(tuned, "bfloat16 d64", {("m256", "grad_keys_kernel"): 400})
+    tuned_as_measured(tuned, "bfloat16 d64", {("m256", "grad_queries_kernel"): 8})
