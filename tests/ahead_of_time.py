@@ -76,7 +76,10 @@ def compile_one(job: tuple) -> dict:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+            [tools / "cuobjdump", "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     warnings = ""
     if capability == 90:  # products in flight are Hopper's; the assembler says where it waits

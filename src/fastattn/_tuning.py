@@ -145,23 +145,34 @@ def favor_values(m: int, dtype: torch.dtype) -> int:
     return max(16, (4096 if dtype == torch.float32 else 16384) // _block(m))
 
 
+def favor_chunk(d: int, e: int, dtype: torch.dtype) -> int:
+    """Tokens between two states of causal FAVOR+, and in a tile that reads them."""
+    return 128 if dtype == torch.bfloat16 and max(d, e) <= 64 else 32
+
+
 @cache
 def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of a causal FAVOR+ kernel: "prepare", "attend", "grad_queries" or "grad_keys"."""
+    """Tiles of a causal FAVOR+ kernel: "prepare", "states", "carry", "attend", "grad_queries"
+    or "grad_keys"."""
     block_d, features = _block(d), _block(m)
     tokens, warps = (64, 8) if dtype == torch.bfloat16 and features <= 64 else (16, 8)
-    if kernel == "prepare":
+    stages, limit, chunk = 1, {}, favor_chunk(d, e, dtype)
+    if kernel in ("prepare", "carry"):
         features, warps = min(features, 32), 4
+    elif kernel == "states":
+        tokens, features, stages = min(chunk, 64), min(features, 128 if chunk == 128 else 32), 3
+        limit = {"maxnreg": 128} if chunk == 128 and features == 128 else {}
     elif kernel == "attend":
-        tokens = 32 if dtype == torch.bfloat16 else 16
-        features = min(features, 64)
+        features, stages = min(features, 64 if chunk == 128 else 32), 2
     return {
         "BLOCK_M": features,
         "BLOCK_N": tokens,
         "BLOCK_D": block_d,
         "BLOCK_E": _block(e),
+        "CHUNK": chunk,
         "num_warps": warps,
-        "num_stages": 1,
+        "num_stages": stages,
+        **limit,
     }
 
 

@@ -180,6 +180,15 @@ def _splits(q: Tensor, rows: int, blocks: int, causal: bool) -> int:
     return _tuning.linear_attention_splits(rows if causal else rows * blocks, q.device)
 
 
+def _states(q: Tensor, k: Tensor, e: int, cu_seqlens: Tensor | None) -> int:
+    """How many chunks there may be, of all sequences and key heads."""
+    b, n = q.shape[0], q.shape[2]
+    chunk = _tuning.favor_chunk(q.shape[3], e, q.dtype)
+    if cu_seqlens is None:
+        return b * -(-n // chunk) * k.shape[1]
+    return (n // chunk + cu_seqlens.shape[0]) * k.shape[1]
+
+
 def _forward_buffers(
     q: Tensor,
     k: Tensor,
@@ -257,43 +266,51 @@ def _forward(
         shares = q.new_empty(kv_rows * splits * m * (options.e + 2), dtype=torch.float32)
     factor = factor * LOG2E
     keys = (*k.stride()[:3], *v.stride()[:3])
-    launch(
-        "favor.sum_keys",
-        (kv_rows, splits, blocks),
-        (
-            k,
-            v,
-            mask,
-            cu_seqlens,
-            directions,
-            table,
-            shares,
-            *keys,
-            h_kv,
-            k.shape[2],
-            factor,
-            curvature,
-        ),
-        options,
-        _constants,
-    )
     if causal:
         launch(
             "favor_causal.prepare",
             (kv_rows, _blocks("favor_causal.prepare", options), 1),
-            (table, kept, curvature),
+            (directions, table, kept, h_kv, factor, curvature),
+            options,
+            _constants,
+        )
+        slots = _states(q, k, options.e, cu_seqlens)
+        states, weights = table.new_empty(slots * m * options.e), kept.new_empty(slots * m)
+        launch(
+            "favor_causal.states",
+            (kv_rows, splits, _blocks("favor_causal.states", options)),
+            (k, v, mask, cu_seqlens, table, kept, shares, states, weights,
+             *keys, h_kv, n, curvature),
+            options,
+            _constants,
+        )  # fmt: skip
+        before = table.new_empty(kv_rows * splits * m * options.e)
+        weights_before = kept.new_empty(kv_rows * splits * m)
+        launch(
+            "favor_causal.carry",
+            (kv_rows, _blocks("favor_causal.carry", options), 1),
+            (shares, before, weights_before, splits),
             options,
             _constants,
         )
         launch(
             "favor_causal.attend",
             (rows, splits, 1),
-            (q, k, v, mask, cu_seqlens, table, kept, offsets, shares, out,
+            (q, k, v, mask, cu_seqlens, table, kept, offsets,
+             states, weights, before, weights_before, out,
              *q.stride()[:3], *keys, h, h // h_kv, n, kv_rows, curvature),
             options,
             _constants,
         )  # fmt: skip
         return buffers
+    launch(
+        "favor.sum_keys",
+        (kv_rows, splits, blocks),
+        (k, v, mask, cu_seqlens, directions, table, shares,
+         *keys, h_kv, k.shape[2], factor, curvature),
+        options,
+        _constants,
+    )  # fmt: skip
     launch(
         "favor.merge",
         (kv_rows, _blocks("favor.merge", options), 1),
