@@ -34,6 +34,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def has_much_shared_memory(device: torch.device) -> bool:
+    """As from Hopper on: 227 KB a program. The interpreter has what it needs."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def linear_attention_splits(rows: int, device: torch.device) -> int:
     """Into how many splits each of ``rows`` sequences is cut: two programs a multiprocessor.
 
@@ -147,7 +153,7 @@ def favor_values(m: int, dtype: torch.dtype) -> int:
 
 def favor_chunk(d: int, e: int, dtype: torch.dtype) -> int:
     """Tokens between two states of causal FAVOR+, and in a tile that reads them."""
-    return 128 if dtype == torch.bfloat16 and max(d, e) <= 64 else 32
+    return 64 if dtype == torch.bfloat16 and max(d, e) <= 64 else 32
 
 
 @cache
@@ -160,10 +166,10 @@ def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dic
     if kernel in ("prepare", "carry"):
         features, warps = min(features, 32), 4
     elif kernel == "states":
-        tokens, features, stages = min(chunk, 64), min(features, 128 if chunk == 128 else 32), 3
-        limit = {"maxnreg": 128} if chunk == 128 and features == 128 else {}
+        tokens, features, stages = chunk, min(features, 128 if chunk == 64 else 32), 3
+        limit = {"maxnreg": 128} if chunk == 64 and features == 128 else {}
     elif kernel == "attend":
-        features, stages = min(features, 64 if chunk == 128 else 32), 2
+        features, warps = (min(features, 64), 4) if chunk == 64 else (min(features, 32), 8)
     return {
         "BLOCK_M": features,
         "BLOCK_N": tokens,

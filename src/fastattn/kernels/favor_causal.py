@@ -245,7 +245,8 @@ def attend_kernel(
             bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
             logits = tl.dot(q, tl.trans(w), input_precision=PRECISION) + bias[None, :]  # [N, M]
             top = tl.maximum(top, tl.max(logits, 1))
-        here = (state_at(b, start, first, N, CHUNK, PACKED) * HKV + key_head) * M
+        there = tl.where(start < high, start, 0)  # an empty split reads nothing out of bounds
+        here = (state_at(b, there, first, N, CHUNK, PACKED) * HKV + key_head) * M
         scores = tl.zeros((CHUNK, CHUNK), tl.float32)
         num = tl.zeros((CHUNK, BLOCK_E), tl.float32)
         den = tl.zeros((CHUNK,), tl.float32)

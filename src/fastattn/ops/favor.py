@@ -80,8 +80,8 @@ def favor_attention(
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
         backend: "triton" (CUDA, no float64, no gradient of the projection, no second derivative;
-            causal up to 256 features, of which 256 need a Hopper GPU or later, without "relu", and
-            only when named), "torch", "reference" (quadratic), or None for the first that can run.
+            causal up to 256 features, before Hopper 128, without "relu"), "torch", "reference"
+            (quadratic), or None for the first that can run.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v, computed in float32, or float64 for float64 inputs.
@@ -102,7 +102,7 @@ def favor_attention(
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
     refusal = triton_path.refusal(q, features, causal)
     candidates = {"triton": refusal, "torch": None, "reference": None}
-    if causal or q.device.type == "cpu":  # causal kernels are not tuned; on a CPU interpreted
+    if q.device.type == "cpu":  # where kernels are interpreted
         candidates = {"torch": None, "triton": refusal, "reference": None}
     run = select("favor_attention", backend, **candidates)
     paths: dict[str, Callable[..., Tensor]] = {

@@ -36,6 +36,12 @@ def refusal(q: Tensor, features: Features, causal: bool) -> str | None:
     """Why the kernels cannot run on these inputs, or None."""
     if causal and features.directions.shape[1] > 256:
         return "where causal it takes up to 256 features"
+    if (
+        causal
+        and features.directions.shape[1] > 128
+        and not _tuning.has_much_shared_memory(q.device)
+    ):
+        return "where causal it takes up to 128 features on a GPU before Hopper"
     if causal and features.curvature is None:
         return 'where causal it has no variant "relu"'
     learned = features.directions.requires_grad
