@@ -80,7 +80,7 @@ forms = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_value_and_gradients_are_as_accurate_as_the_definition(case, variant, causal):
     if causal and (case.n != case.s or variant == "relu"):
         pytest.skip("needs as many keys as queries, and no relu")
-    if variant == "oprf" and case.name == "widest":  # whose exponents are of the order of d
+    if case.name == "widest" and (variant == "oprf" or causal):  # exponents of the order of d
         return compare_norms(case, variant=variant, causal=causal)
     compare(case, variant=variant, causal=causal, dtypes=[torch.float32])
 
@@ -165,7 +165,9 @@ def test_the_causal_error_is_that_of_the_dtype_up_to_long_keys(d, std, variant, 
         assert error <= (2e-5 if dtype == torch.float32 else 1e-2), dtype
 
 
-def test_values_with_a_mean_cost_the_gradients_nothing():
+def test_values_with_a_mean_cost_the_gradients_nothing_but_rounding():
+    """A mean of 8 cancels in dout·S - δ: what is left, of the order of the spread of S, 0.3, has the
+    errors of two numbers that bfloat16 rounds by up to 0.03 each."""
     case = testing.AttentionCase("", "", 1, 2, 2, 150, 150, 16, 16)
     tried, reference = bound(case)
     q, k, v = case.inputs(torch.float32, DEVICE)
@@ -173,7 +175,7 @@ def test_values_with_a_mean_cost_the_gradients_nothing():
         leaves = [x.to(dtype) for x in (q, k, v + 8)]
         exact = testing.value_and_grads(reference(dtype), [x.double() for x in leaves])
         for got, want in zip(testing.value_and_grads(tried, leaves), exact, strict=True):
-            assert (got - want).norm() <= (1e-4 if dtype == torch.float32 else 0.1) * want.norm()
+            assert (got - want).norm() <= (1e-4 if dtype == torch.float32 else 0.2) * want.norm()
 
 
 def test_a_scale_that_is_an_integer_is_one_like_others():

@@ -160,21 +160,24 @@ def favor_chunk(d: int, e: int, dtype: torch.dtype) -> int:
 def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, int]:
     """Tiles of a causal FAVOR+ kernel: "prepare", "states", "carry", "attend", "grad_queries"
     or "grad_keys"."""
-    block_d, features = _block(d), _block(m)
+    block_d, block_e, features = _block(d), _block(e), _block(m)
     tokens, warps = (64, 8) if dtype == torch.bfloat16 and features <= 64 else (16, 8)
     stages, limit, chunk = 1, {}, favor_chunk(d, e, dtype)
     if kernel in ("prepare", "carry"):
         features, warps = min(features, 32), 4
     elif kernel == "states":
-        tokens, features, stages = chunk, min(features, 128 if chunk == 64 else 32), 3
+        features = min(features, 128 if chunk == 64 else 32)
+        tokens, stages = chunk, 3 if chunk == 64 else 1
         limit = {"maxnreg": 128} if chunk == 64 and features == 128 else {}
     elif kernel == "attend":
         features, warps = (min(features, 64), 4) if chunk == 64 else (min(features, 32), 8)
+        if chunk == 64:  # with 32 columns Triton 3.6 multiplies what lies outside its shared memory
+            block_e = max(block_e, 64)
     return {
         "BLOCK_M": features,
         "BLOCK_N": tokens,
         "BLOCK_D": block_d,
-        "BLOCK_E": _block(e),
+        "BLOCK_E": block_e,
         "CHUNK": chunk,
         "num_warps": warps,
         "num_stages": stages,
