@@ -162,7 +162,7 @@ def favor_calls() -> dict[str, Callable[[], object]]:
 
     calls = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for d, m in ((16, 16), (64, 64), (64, 256), (64, 512), (128, 256), (256, 512)):
+        for d, m in ((16, 16), (64, 64), (64, 256), (64, 512), (256, 128), (256, 512)):
             name = f"{str(dtype)[6:]} d{d} m{m}"
             calls[name] = lambda a=(d, m, dtype): call(*a)
             if m <= 256:

@@ -30,7 +30,7 @@ CASES = (
 def bound(case, m=24, heads=None, **options):
     """The kernels and the definition, with a projection that has no gradient.
 
-    For bfloat16 it is, scaled, one that bfloat16 holds: the kernels round it.
+    For half precision it is, scaled, one that bfloat16 or tf32 holds: the kernels round it.
     """
     w = draw_projection(m, case.d, num_heads=heads)
     if options.get("variant") == "relu":  # so that no row has a tiny mass by chance
@@ -41,8 +41,9 @@ def bound(case, m=24, heads=None, **options):
     def rounded(dtype, wide):
         factor = scale**0.5 * 1.4426950408889634
         directions = w.to(DEVICE)
-        if dtype == torch.bfloat16 and options.get("variant", "positive") != "oprf":
-            directions = (directions * factor).bfloat16().double() / factor
+        if dtype != torch.float32 and options.get("variant", "positive") != "oprf":
+            narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16  # tf32's digits
+            directions = (directions * factor).to(narrow).double() / factor
         return directions.to(wide)
 
     return (
@@ -166,8 +167,8 @@ def test_the_causal_error_is_that_of_the_dtype_up_to_long_keys(d, std, variant, 
 
 
 def test_values_with_a_mean_cost_the_gradients_nothing_but_rounding():
-    """A mean of 8 cancels in dout·S - δ: what is left, of the order of the spread of S, 0.3, has the
-    errors of two numbers that bfloat16 rounds by up to 0.03 each."""
+    """A mean of 8 cancels in dout·S - δ: what is left, of the order of the spread of S, 0.3, has
+    the errors of two numbers that bfloat16 rounds by up to 0.03 each."""
     case = testing.AttentionCase("", "", 1, 2, 2, 150, 150, 16, 16)
     tried, reference = bound(case)
     q, k, v = case.inputs(torch.float32, DEVICE)
@@ -231,7 +232,7 @@ def test_a_token_changes_no_earlier_output(at, what):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_gradients_in_half_precision_have_its_error(case, dtype, causal):
-    """Weights are rounded to the dtype before they meet the values, and directions to bfloat16."""
+    """Weights are rounded to the dtype before they meet the values."""
     if causal and case.n != case.s:
         pytest.skip("causal attention has as many keys as queries")
     for variant in VARIANTS[:2] if causal else (*VARIANTS[:2], "relu"):

@@ -148,7 +148,7 @@ def favor(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, 
 
 def favor_values(m: int, dtype: torch.dtype) -> int:
     """How many columns of v one causal call takes, so that S (m, e) stays in registers."""
-    return max(16, (4096 if dtype == torch.float32 else 16384) // _block(m))
+    return max(16, (16384 if dtype == torch.bfloat16 else 4096) // _block(m))
 
 
 def favor_chunk(d: int, e: int, dtype: torch.dtype) -> int:

@@ -29,12 +29,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def directions(w_ptr, start, factor, M: tl.constexpr, D: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """``[M, D]`` rows of a contiguous (M, D) from ``start`` on, scaled, in float32."""
+def directions(w_ptr, start, factor, M: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+    """``[M, D]`` rows of a contiguous (M, D) from ``start`` on, scaled and rounded."""
     m, d = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     exists = (m < M)[:, None] & (d < D)[None, :]
-    return tl.load(w_ptr + m[:, None] * D + d[None, :], mask=exists, other=0.0) * factor
+    w = tl.load(w_ptr + m[:, None] * D + d[None, :], mask=exists, other=0.0) * factor
+    if DOT == tl.float32 and PRECISION == "tf32":  # the tensor cores would cut it off
+        w = ((w.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return w.to(DOT)
 
 
 @triton.jit
@@ -138,7 +141,7 @@ def sum_keys_kernel(
     v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
     start_m = tl.program_id(2) * BLOCK_M
     w_ptr += head * OWN * (M * D)
-    w = directions(w_ptr, start_m, factor, M, D, BLOCK_M, BLOCK_D).to(DOT)  # [M, D]
+    w = directions(w_ptr, start_m, factor, M, D, BLOCK_M, BLOCK_D, PRECISION, DOT)  # [M, D]
     # Only what was loaded is multiplied from shared memory, what was computed from registers, which
     # takes the products one after the other. All splits write the same.
     table_ptr += row_id * (M * (D + E))

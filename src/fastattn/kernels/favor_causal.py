@@ -49,18 +49,17 @@ def prepare_kernel(
     w_ptr, table_ptr, kept_ptr,
     HKV, factor, curvature,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: directions in DOT and shifts of BLOCK_M features of one key head."""
     row_id = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(1) * BLOCK_M
     m, d = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    w = directions(w_ptr + row_id % HKV * OWN * (M * D), start_m, factor, M, D, BLOCK_M, BLOCK_D)
+    w_ptr += row_id % HKV * OWN * (M * D)
+    w = directions(w_ptr, start_m, factor, M, D, BLOCK_M, BLOCK_D, PRECISION, DOT)
     exists = (m < M)[:, None] & (d < D)[None, :]
-    at = table_ptr + row_id * (M * (D + E)) + m[:, None] * D + d[None, :]
-    rounded = w.to(table_ptr.dtype.element_ty)
-    tl.store(at, rounded, mask=exists)
-    w = rounded.to(tl.float32)
+    tl.store(table_ptr + row_id * (M * (D + E)) + m[:, None] * D + d[None, :], w, mask=exists)
+    w = w.to(tl.float32)
     bound = tl.sum(w * w, 1) / (2 * LOG2E * curvature)
     shift = tl.clamp(bound - MOST, 0.0, FARTHEST)
     tl.store(kept_ptr + row_id * M + m, shift, mask=m < M)
