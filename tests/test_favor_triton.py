@@ -315,8 +315,8 @@ def test_the_registered_operators_pass_opcheck():
         forward = (q, k, v, mask, None, w, offsets, 0.5, 0.25, causal)
         torch.library.opcheck(torch.ops.fastattn.favor_forward.default, forward, test_utils=tests)
         kept = torch.ops.fastattn.favor_forward(*forward)
-        kept = [*kept, *(() if causal else (None,))]
-        backward = (torch.randn_like(kept[0]), q, k, v, *kept, mask, None, w, offsets, 0.25)
+        tokens = (torch.randn_like(kept[0]), q, k, v, *kept)
+        backward = (*tokens, mask, None, w, offsets, 0.25, causal)
         torch.library.opcheck(torch.ops.fastattn.favor_backward.default, backward, test_utils=tests)
 
 

@@ -34,12 +34,6 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def has_much_shared_memory(device: torch.device) -> bool:
-    """As from Hopper on: 227 KB a program. The interpreter has what it needs."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
 def linear_attention_splits(rows: int, device: torch.device) -> int:
     """Into how many splits each of ``rows`` sequences is cut: two programs a multiprocessor.
 
@@ -158,24 +152,24 @@ def favor_chunk(d: int, e: int, dtype: torch.dtype) -> int:
 
 @cache
 def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of a causal FAVOR+ kernel: "prepare", "states", "carry", "attend", "grad_queries"
-    or "grad_keys"."""
-    block_d, block_e, features = _block(d), _block(e), _block(m)
-    tokens, warps = (64, 8) if dtype == torch.bfloat16 and features <= 64 else (16, 8)
-    stages, limit, chunk = 1, {}, favor_chunk(d, e, dtype)
+    """Tiles of a causal FAVOR+ kernel: "prepare", "states", "carry", "attend",
+    "grad_queries", "dstates" or "grad_keys"."""
+    chunk = favor_chunk(d, e, dtype)
+    tuned = chunk == 64
+    least = 64 if tuned else 16  # with 32 Triton 3.6 multiplies what lies outside shared memory
+    block_d, block_e, features = (max(_block(x), least) for x in (d, e, m))
+    stages, limit = 1, {}
     if kernel in ("prepare", "carry"):
-        features, warps = min(features, 32), 4
-    elif kernel == "states":
-        features = min(features, 128 if chunk == 64 else 32)
-        tokens, stages = chunk, 3 if chunk == 64 else 1
-        limit = {"maxnreg": 128} if chunk == 64 and features == 128 else {}
-    elif kernel == "attend":
-        features, warps = (min(features, 64), 4) if chunk == 64 else (min(features, 32), 8)
-        if chunk == 64:  # with 32 columns Triton 3.6 multiplies what lies outside its shared memory
-            block_e = max(block_e, 64)
+        features, warps = 32, 4
+    elif kernel in ("states", "dstates"):
+        features, warps, stages = (min(features, 128), 8, 3) if tuned else (min(features, 32), 8, 1)
+        limit = {"maxnreg": 128} if features == 128 else {}
+    else:
+        features, warps = (64, 4) if tuned else (min(features, 32), 8)
+        stages = 3 if tuned and kernel == "attend" else 1
     return {
         "BLOCK_M": features,
-        "BLOCK_N": tokens,
+        "BLOCK_N": chunk,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
         "CHUNK": chunk,

@@ -137,6 +137,14 @@ def grad_queries_kernel(
         put(dq_ptr, start, dq_n, n < high, dq * unit(RELU), D, BLOCK_D)
 
 
+@triton.jit
+def pairs(ptr, n, high):
+    """``[N]`` twice: log-sums and δ; a matrix is fetched ahead, where vectors are not."""
+    at = ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
+    whole, delta = tl.split(tl.load(at, mask=(n < high)[:, None], other=float("inf")))
+    return whole, tl.where(n < high, delta, 0.0)
+
+
 @launched
 def sum_queries_kernel(
     q_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, dout_ptr, slope_ptr, dshare_ptr,
@@ -168,9 +176,7 @@ def sum_queries_kernel(
         n = start + tl.arange(0, BLOCK_N)
         q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
         dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
-        pair = slope_ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
-        whole, delta = tl.split(tl.load(pair, mask=(n < high)[:, None], other=float("inf")))
-        delta = tl.where(n < high, delta, 0.0)
+        whole, delta = pairs(slope_ptr, n, high)
         products = tl.dot(w, tl.trans(q), input_precision=PRECISION)  # [M, N]
         weights = tl.exp2(logarithms(products, RELU) + bias[:, None] - whole[None, :])
         mass += tl.sum(weights * delta[None, :], 1)

@@ -4,9 +4,9 @@
     states         per split of the keys: S and z before every chunk, and the split's share
     carry          S and z before every split
     attend         a chunk of queries meets its keys, the state before it and that before its split
-    grad_queries   like attend; δ
-    sum_queries    (of ``favor_backward``) per split of the queries: share of dS and of t
-    grad_keys      from the shares after a split, backwards
+    grad_queries   like attend, from the same states; per query a pair: its log-sum, and δ
+    dstates        per split of the queries: dS and t after every chunk, and the split's share
+    grad_keys      a chunk of keys meets its queries, and what is after it and its split
 
 A key's feature is 2^(w·k - curvature·|k|²/2 - c), a query's 2^(w·q + c - top), with logarithms to
 base 2. A key's exponent never exceeds that of |w|²/2, so a shift by it, less 96, would keep
@@ -15,7 +15,8 @@ where they are large, and short keys have those near 0: c is not below 0, and no
 left is kept between -120 and 96, so that every row has a weight and sums have room: there outputs
 are inexact, but means of values seen.
 
-Letters and tables: ``favor``. S is kept transposed, [E, M], all features at once.
+States of a split begin at zero: what is before it is added where they are read. Letters and
+tables: ``favor``.
 """
 
 import triton
@@ -28,7 +29,7 @@ from fastattn.kernels.favor import (
     rows,
     sums,
 )
-from fastattn.kernels.favor_backward import LN2
+from fastattn.kernels.favor_backward import LN2, pairs
 from fastattn.kernels.linear_attention_parts import (
     begin,
     behind_first,
@@ -117,10 +118,9 @@ def states_kernel(
             mass += tl.sum(features, 1)
             total = tl.dot(features.to(DOT), v, total, input_precision=PRECISION)
 
-    share_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (M * (E + 2))
+    share_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (M * (E + 1))
     tl.store(share_ptr + at, total, mask=exists)
     tl.store(share_ptr + M * E + m, mass, mask=m < M)
-    tl.store(share_ptr + M * E + M + m, shift, mask=m < M)
 
 
 @triton.jit
@@ -134,28 +134,6 @@ def key_logits(k, w, shift, half, keep, PRECISION: tl.constexpr):
     """``[N, M]`` logarithms of the keys' features; -inf for a key that is not kept."""
     logits = tl.dot(k, tl.trans(w), input_precision=PRECISION) - half[:, None] - shift[None, :]
     return tl.where(keep[:, None], bounded(logits), -float("inf"))
-
-
-@triton.jit
-def shares_before(
-    share_ptr, count, start_m, shift, E: tl.constexpr, M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """S ``[E, M]`` and z ``[M]`` of a block over ``count`` shares, scaled to the shifts."""
-    m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
-    exists = (e < E)[:, None] & (m < M)[None, :]
-    total = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
-    mass = tl.zeros((BLOCK_M,), tl.float32)
-    for _ in range(0, count):
-        part = tl.load(share_ptr + m[None, :] * E + e[:, None], mask=exists, other=0.0)
-        part_mass = tl.load(share_ptr + M * E + m, mask=m < M, other=0.0)
-        top = tl.load(share_ptr + M * E + M + m, mask=m < M, other=-float("inf"))
-        scale = tl.exp2(tl.clamp(top - shift, LEAST, MOST))
-        scale = tl.where(top == -float("inf"), 0.0, scale)
-        total += part * scale[None, :]
-        mass += part_mass * scale
-        share_ptr += M * (E + 2)
-    return total, mass
 
 
 @triton.jit
@@ -179,20 +157,22 @@ def finite_rows(v, past):
 def carry_kernel(
     share_ptr, before_ptr, weight_before_ptr,
     SHARES,
-    E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr, BACKWARDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One program: S and z before every split, of BLOCK_M features of one key head."""
+    """One program: the sum of the shares before every split, of BLOCK_M features of one key head;
+    or after it."""
     row_id = tl.program_id(0).to(tl.int64)
     m, e = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
     exists = (m < M)[:, None] & (e < E)[None, :]
     at = m[:, None] * E + e[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
-    for split in range(0, SHARES):
-        one = row_id * SHARES + split
+    for i in range(0, SHARES):
+        one = row_id * SHARES + (SHARES - 1 - i if BACKWARDS else i)
         tl.store(before_ptr + one * M * E + at, total.to(before_ptr.dtype.element_ty), mask=exists)
         tl.store(weight_before_ptr + one * M + m, mass, mask=m < M)
-        share = share_ptr + one * (M * (E + 2))
+        share = share_ptr + one * (M * (E + 1))
         total += tl.load(share + at, mask=exists, other=0.0)
         mass += tl.load(share + M * E + m, mask=m < M, other=0.0)
 
@@ -281,82 +261,156 @@ def attend_kernel(
 
 @launched
 def grad_queries_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, share_ptr,
-    out_ptr, dout_ptr, slope_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr,
+    state_ptr, weight_ptr, before_ptr, weight_before_ptr, out_ptr, dout_ptr, slope_ptr, dq_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
     H, G, N, KEYROWS, curvature,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
     OFFSET: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    DOT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq of one split of the queries of one head, and per query δ = dout·out."""
+    """One program: dq of one split of the queries of one head; per query its log-sum and δ."""
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // H, row_id % H
-    key_row = row_id // G
+    key_row, key_head, HKV = row_id // G, head // G, H // G
     first, low, high = span(cu_ptr, b, N, PACKED)
     if MASKED:
         mask_ptr += first if PACKED else b * N
     q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
-    k_ptr, k_n = begin(k_ptr, b, head // G, first, k_b, k_h, k_n, UNIT, PACKED)
-    v_ptr, v_n = begin(v_ptr, b, head // G, first, v_b, v_h, v_n, UNIT, PACKED)
+    k_ptr, k_n = begin(k_ptr, b, key_head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, key_head, first, v_b, v_h, v_n, UNIT, PACKED)
     dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
     out_n, dq_n = H * E, H * D
     sample = first if PACKED else b * N
     out_ptr += sample * out_n.to(tl.int64) + head * E
     dq_ptr += sample * dq_n.to(tl.int64) + head * D
     behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
-    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + 2 * behind - KEYROWS.to(tl.int64) * M
+    row_ptr, pair_ptr = kept_ptr + behind, slope_ptr + 2 * behind - KEYROWS.to(tl.int64) * M
     if OFFSET:
-        offset_ptr += head // G * OWN * M
-    w = rows(table_ptr + key_row * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
-    bias = sums(kept_ptr + key_row * M, 0, offset_ptr, OFFSET, M, BLOCK_M)
-    shift = shifts(kept_ptr + key_row * M, 0, M, BLOCK_M)
-    share_ptr += key_row * tl.num_programs(1) * (M * (E + 2))
-    total, mass = shares_before(share_ptr, tl.program_id(1), 0, shift, E, M, BLOCK_M, BLOCK_E)
+        offset_ptr += key_head * OWN * M
+    kept_ptr += key_row * M
+    table_ptr += key_row * (M * (D + E))
+    split = key_row * tl.num_programs(1) + tl.program_id(1)
+    before_ptr += split * M * E
+    weight_before_ptr += split * M
 
-    i = tl.arange(0, BLOCK_N)
+    i = tl.arange(0, CHUNK)
     past = i[:, None] >= i[None, :]
-    for start in range(low, high, BLOCK_N):
+    for start in range(low, behind_first(low, high), CHUNK):
         n = start + i
         keep = visible(mask_ptr, n, high, MASKED)
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
-        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D)  # [N, D]
+        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
         dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E)  # [N, E]
         out = tile(out_ptr, start, out_n, n < high, E, BLOCK_E)  # [N, E]
         delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [N]
+        whole = tl.load(row_ptr + n, mask=n < high, other=float("inf"))
+        pair = pair_ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(pair, tl.join(whole, delta), mask=(n < high)[:, None])
         dout = dout.to(DOT)
         half = half_square(k, curvature)
-        keys = tl.exp2(key_logits(k.to(DOT), w, shift, half, keep, PRECISION))  # [N, M]
-        whole = tl.load(row_ptr + n, mask=n < high, other=float("inf"))
-        pair = delta_ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(pair, tl.join(whole, delta), mask=(n < high)[:, None])
+        k = k.to(DOT)
         dscores = tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]
-        dscores = tl.where(past, dscores, 0.0)  # [N, N]
-        slopes = tl.dot(dout, total.to(DOT), input_precision=PRECISION)  # [N, M]
-        slopes -= delta[:, None] * mass[None, :]
-        slopes = tl.dot(dscores.to(DOT), keys.to(DOT), slopes, input_precision=PRECISION)
-        total = tl.dot(tl.trans(v), keys.to(DOT), total, input_precision=PRECISION)
-        mass += tl.sum(keys, 0)
-        logits = tl.dot(q.to(DOT), tl.trans(w), input_precision=PRECISION) + bias[None, :]
-        slopes *= tl.exp2(logits - whole[:, None])
-        dq = tl.dot(slopes.to(DOT), w, input_precision=PRECISION)
+        dscores = tl.where(past, dscores, 0.0).to(DOT)  # [N, N]
+        there = tl.where(start < high, start, 0)  # an empty split reads nothing out of bounds
+        here = (state_at(b, there, first, N, CHUNK, PACKED) * HKV + key_head) * M
+        dq = tl.zeros((CHUNK, BLOCK_D), tl.float32)
+        for start_m in range(0, M, BLOCK_M):
+            m = start_m + tl.arange(0, BLOCK_M)
+            w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+            bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
+            shift = shifts(kept_ptr, start_m, M, BLOCK_M)
+            state = rows(state_ptr + here * E, start_m, M, E, BLOCK_M, BLOCK_E)  # [M, E]
+            before = rows(before_ptr, start_m, M, E, BLOCK_M, BLOCK_E)
+            weight = tl.load(weight_ptr + here + m, mask=m < M, other=0.0)
+            weight += tl.load(weight_before_ptr + m, mask=m < M, other=0.0)
+            keys = tl.exp2(key_logits(k, w, shift, half, keep, PRECISION)).to(DOT)  # [N, M]
+            slopes = tl.dot(dout, tl.trans(state), input_precision=PRECISION)  # [N, M]
+            slopes = tl.dot(dout, tl.trans(before), slopes, input_precision=PRECISION)
+            slopes -= delta[:, None] * weight[None, :]
+            slopes = tl.dot(dscores, keys, slopes, input_precision=PRECISION)
+            logits = tl.dot(q, tl.trans(w), input_precision=PRECISION) + bias[None, :]
+            slopes *= tl.exp2(logits - whole[:, None])
+            dq = tl.dot(slopes.to(DOT), w, dq, input_precision=PRECISION)
         put(dq_ptr, start, dq_n, n < high, dq * LN2, D, BLOCK_D)
 
 
 @launched
+def dstates_kernel(
+    q_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, dout_ptr, slope_ptr, share_ptr,
+    state_ptr, weight_ptr,
+    q_b, q_h, q_n, dout_b, dout_h, dout_n,
+    HKV, G, N, KEYROWS,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
+    OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M features, one split of the queries of one key head's heads: dS and t
+    after every chunk, of that split alone, and its share."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // HKV, row_id % HKV
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    q_ptr, q_n = begin(q_ptr, b, head * G, first, q_b, q_h, q_n, UNIT, PACKED)
+    dout_ptr, dout_n = begin(dout_ptr, b, head * G, first, dout_b, dout_h, dout_n, UNIT, PACKED)
+    step_q, step_dout = q_h // UNIT * UNIT, dout_h // UNIT * UNIT
+    length = N.to(tl.int64)
+    slope_ptr += KEYROWS.to(tl.int64) * M
+    slope_ptr += 2 * (head * G * length + first if PACKED else row_id * G * length)
+    if OFFSET:
+        offset_ptr += head * OWN * M
+    start_m = tl.program_id(2) * BLOCK_M
+    w = rows(table_ptr + row_id * (M * (D + E)), start_m, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+    bias = sums(kept_ptr + row_id * M, start_m, offset_ptr, OFFSET, M, BLOCK_M)
+    m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    exists = (m < M)[:, None] & (e < E)[None, :]
+    at = m[:, None] * E + e[None, :]
+
+    total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    chunks = tl.maximum(tl.cdiv(high - low, CHUNK), 1)
+    tl.assume(chunks > 0)
+    for c in range(0, chunks):
+        start = low + (chunks - 1 - c) * CHUNK
+        n = start + tl.arange(0, CHUNK)
+        here = (state_at(b, start, first, N, CHUNK, PACKED) * HKV + head) * M
+        there = start < high
+        tl.store(state_ptr + here * E + at, total.to(DOT), mask=exists & there)
+        tl.store(weight_ptr + here + m, mass, mask=(m < M) & there)
+        for g in range(0, G):
+            q = tile(q_ptr + g * step_q, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
+            dout = tile(dout_ptr + g * step_dout, start, dout_n, n < high, E, BLOCK_E).to(DOT)
+            whole, delta = pairs(slope_ptr + 2 * g * length, n, high)
+            logits = tl.dot(w, tl.trans(q), input_precision=PRECISION) + bias[:, None]  # [M, N]
+            weights = tl.exp2(logits - whole[None, :])
+            mass += tl.sum(weights * delta[None, :], 1)
+            total = tl.dot(weights.to(DOT), dout, total, input_precision=PRECISION)
+
+    share_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (M * (E + 1))
+    tl.store(share_ptr + at, total, mask=exists)
+    tl.store(share_ptr + M * E + m, mass, mask=m < M)
+
+
+@triton.jit
+def query_weights(q, w, bias, whole, PRECISION: tl.constexpr):
+    """``[N, M]`` features of queries over their denominators."""
+    logits = tl.dot(q, tl.trans(w), input_precision=PRECISION) + bias[None, :]
+    return tl.exp2(logits - whole[:, None]).to(q.dtype)
+
+
+@launched
 def grad_keys_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr, dshare_ptr,
-    dout_ptr, slope_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, offset_ptr,
+    state_ptr, weight_ptr, after_ptr, weight_after_ptr, dout_ptr, slope_ptr, dk_ptr, dv_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
     HKV, G, N, KEYROWS, curvature,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
     OFFSET: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    DOT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of one split of the keys of one key head, walked backwards."""
+    """One program: dk and dv of one split of the keys of one key head."""
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // HKV, row_id % HKV
     first, low, high = span(cu_ptr, b, N, PACKED)
@@ -373,58 +427,73 @@ def grad_keys_kernel(
     dk_ptr += sample * dk_n.to(tl.int64) + head * D
     dv_ptr += sample * dv_n.to(tl.int64) + head * E
     length = N.to(tl.int64)
-    behind = KEYROWS.to(tl.int64) * M
-    behind += head * G * length + first if PACKED else row_id * G * length
-    row_ptr, delta_ptr = kept_ptr + behind, slope_ptr + 2 * behind - KEYROWS.to(tl.int64) * M
+    slope_ptr += KEYROWS.to(tl.int64) * M
+    slope_ptr += 2 * (head * G * length + first if PACKED else row_id * G * length)
     if OFFSET:
         offset_ptr += head * OWN * M
-    w = rows(table_ptr + row_id * (M * (D + E)), 0, M, D, BLOCK_M, BLOCK_D)  # [M, D]
-    bias = sums(kept_ptr + row_id * M, 0, offset_ptr, OFFSET, M, BLOCK_M)
-    shift = shifts(kept_ptr + row_id * M, 0, M, BLOCK_M)
+    kept_ptr += row_id * M
+    table_ptr += row_id * (M * (D + E))
+    split = row_id * tl.num_programs(1) + tl.program_id(1)
+    after_ptr += split * M * E
+    weight_after_ptr += split * M
 
-    m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
-    exists = (e < E)[:, None] & (m < M)[None, :]
-    splits, split = tl.num_programs(1), tl.program_id(1)
-    total = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)  # [E, M] = dS, of the queries after
-    mass = tl.zeros((BLOCK_M,), tl.float32)
-    for g in range(0, G):
-        for s in range(split + 1, splits):
-            at = dshare_ptr + ((row_id * G + g) * splits + s) * (M * (E + 1))
-            total += tl.load(at + m[None, :] * E + e[:, None], mask=exists, other=0.0)
-            mass += tl.load(at + M * E + m, mask=m < M, other=0.0)
-
-    i = tl.arange(0, BLOCK_N)
+    i = tl.arange(0, CHUNK)
     future = i[None, :] >= i[:, None]  # [key, query]
-    chunks = tl.cdiv(high - low, BLOCK_N)
-    for c in range(0, chunks):
-        start = low + (chunks - 1 - c) * BLOCK_N
+    for start in range(low, behind_first(low, high), CHUNK):
         n = start + i
         keep = visible(mask_ptr, n, high, MASKED)
         k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
         v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
         half = half_square(k, curvature)
-        logits = key_logits(k.to(DOT), w, shift, half, keep, PRECISION)
-        moves = (logits > LEAST) & (logits < MOST)  # at its bounds a feature has no slope
-        keys = tl.exp2(logits)  # [N, M]
-        dv = tl.dot(keys.to(DOT), tl.trans(total.to(DOT)), input_precision=PRECISION)
-        slopes = tl.dot(v, total.to(DOT), input_precision=PRECISION) - mass[None, :]  # [N, M]
+        narrow = k.to(DOT)
+        there = tl.where(start < high, start, 0)  # an empty split reads nothing out of bounds
+        here = (state_at(b, there, first, N, CHUNK, PACKED) * HKV + head) * M
+
+        dv = tl.zeros((CHUNK, BLOCK_E), tl.float32)
         for g in range(0, G):
-            q = tile(q_ptr + g * step_q, start, q_n, n < high, D, BLOCK_D)  # [N, D]
+            q = tile(q_ptr + g * step_q, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
+            whole, _ = pairs(slope_ptr + 2 * g * length, n, high)
+            scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+            for start_m in range(0, M, BLOCK_M):
+                w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+                bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
+                shift = shifts(kept_ptr, start_m, M, BLOCK_M)
+                keys = tl.exp2(key_logits(narrow, w, shift, half, keep, PRECISION)).to(DOT)
+                weights = query_weights(q, w, bias, whole, PRECISION)
+                scores = tl.dot(keys, tl.trans(weights), scores, input_precision=PRECISION)
             dout = tile(dout_ptr + g * step_dout, start, dout_n, n < high, E, BLOCK_E).to(DOT)
-            delta = tl.load(delta_ptr + (g * length + n) * 2 + 1, mask=n < high, other=0.0)
-            whole = tl.load(row_ptr + g * length + n, mask=n < high, other=float("inf"))
-            logits = tl.dot(q.to(DOT), tl.trans(w), input_precision=PRECISION) + bias[None, :]
-            weights = tl.exp2(logits - whole[:, None])  # [N, M]
-            scores = tl.dot(keys.to(DOT), tl.trans(weights.to(DOT)), input_precision=PRECISION)
-            scores = tl.where(future, scores, 0.0)
-            dv = tl.dot(scores.to(DOT), dout, dv, input_precision=PRECISION)
-            dscores = tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :]
-            dscores = tl.where(future, dscores, 0.0)
-            slopes = tl.dot(dscores.to(DOT), weights.to(DOT), slopes, input_precision=PRECISION)
-            total = tl.dot(tl.trans(dout), weights.to(DOT), total, input_precision=PRECISION)
-            mass += tl.sum(weights * delta[:, None], 0)
-        slopes = tl.where(moves, slopes * keys, 0.0)
-        dk = tl.dot(slopes.to(DOT), w, input_precision=PRECISION) * LN2
-        dk -= k.to(tl.float32) * (curvature * tl.sum(slopes, 1))[:, None]
+            scores = tl.where(future, scores, 0.0).to(DOT)  # [N, N]
+            dv = tl.dot(scores, dout, dv, input_precision=PRECISION)
+
+        dk = tl.zeros((CHUNK, BLOCK_D), tl.float32)
+        along = tl.zeros((CHUNK,), tl.float32)
+        for start_m in range(0, M, BLOCK_M):
+            m = start_m + tl.arange(0, BLOCK_M)
+            w = rows(table_ptr, start_m, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+            bias = sums(kept_ptr, start_m, offset_ptr, OFFSET, M, BLOCK_M)
+            shift = shifts(kept_ptr, start_m, M, BLOCK_M)
+            state = rows(state_ptr + here * E, start_m, M, E, BLOCK_M, BLOCK_E)  # [M, E] = dS
+            after = rows(after_ptr, start_m, M, E, BLOCK_M, BLOCK_E)
+            weight = tl.load(weight_ptr + here + m, mask=m < M, other=0.0)
+            weight += tl.load(weight_after_ptr + m, mask=m < M, other=0.0)
+            logits = key_logits(narrow, w, shift, half, keep, PRECISION)
+            moves = (logits > LEAST) & (logits < MOST)  # at its bounds a feature has no slope
+            keys = tl.exp2(logits)  # [N, M]
+            dv = tl.dot(keys.to(DOT), state, dv, input_precision=PRECISION)
+            dv = tl.dot(keys.to(DOT), after, dv, input_precision=PRECISION)
+            slopes = tl.dot(v, tl.trans(state), input_precision=PRECISION) - weight[None, :]
+            slopes = tl.dot(v, tl.trans(after), slopes, input_precision=PRECISION)  # [N, M]
+            for g in range(0, G):
+                q = tile(q_ptr + g * step_q, start, q_n, n < high, D, BLOCK_D).to(DOT)
+                dout = tile(dout_ptr + g * step_dout, start, dout_n, n < high, E, BLOCK_E).to(DOT)
+                whole, delta = pairs(slope_ptr + 2 * g * length, n, high)
+                weights = query_weights(q, w, bias, whole, PRECISION)
+                dscores = tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :]
+                dscores = tl.where(future, dscores, 0.0).to(DOT)
+                slopes = tl.dot(dscores, weights, slopes, input_precision=PRECISION)
+            slopes = tl.where(moves, slopes * keys, 0.0)
+            along += tl.sum(slopes, 1)
+            dk = tl.dot(slopes.to(DOT), w, dk, input_precision=PRECISION)
+        dk = dk * LN2 - k.to(tl.float32) * (curvature * along)[:, None]
         put(dk_ptr, start, dk_n, n < high, tl.where(keep[:, None], dk, 0.0), D, BLOCK_D)
         put(dv_ptr, start, dv_n, n < high, tl.where(keep[:, None], dv, 0.0), E, BLOCK_E)

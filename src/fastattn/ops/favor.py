@@ -80,8 +80,8 @@ def favor_attention(
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
         backend: "triton" (CUDA, no float64, no gradient of the projection, no second derivative;
-            causal up to 256 features, before Hopper 128, without "relu"), "torch", "reference"
-            (quadratic), or None for the first that can run.
+            causal up to 256 features, and without "relu"), "torch", "reference" (quadratic), or
+            None for the first that can run.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v, computed in float32, or float64 for float64 inputs.

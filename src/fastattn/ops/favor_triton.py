@@ -1,8 +1,8 @@
 """The Triton path of FAVOR+: one registered operator forward and one backward.
 
 Importing this file imports no triton. Between forward and backward are kept the inputs, the output,
-one table a key head (directions and mean values, (m, d + e)), one number a feature and one a row,
-and, where attention is causal, the shares of S, one per split.
+one table a key head (directions and mean values, (m, d + e)), one number a feature and one a row.
+Where attention is causal, states of chunks are computed again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "favor_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens, "
     "Tensor directions, Tensor? offsets, float factor, float? curvature, bool causal) -> Tensor[]"
-)  # out, table, kept; where causal, shares
+)  # out, table, kept
 _lib.define(
     "favor_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor table, "
-    "Tensor kept, Tensor? shares, Tensor? mask, Tensor? cu_seqlens, Tensor directions, "
-    "Tensor? offsets, float? curvature) -> Tensor[]"
+    "Tensor kept, Tensor? mask, Tensor? cu_seqlens, Tensor directions, Tensor? offsets, "
+    "float? curvature, bool causal) -> Tensor[]"
 )  # dq, dk, dv
 
 
@@ -36,12 +36,6 @@ def refusal(q: Tensor, features: Features, causal: bool) -> str | None:
     """Why the kernels cannot run on these inputs, or None."""
     if causal and features.directions.shape[1] > 256:
         return "where causal it takes up to 256 features"
-    if (
-        causal
-        and features.directions.shape[1] > 128
-        and not _tuning.has_much_shared_memory(q.device)
-    ):
-        return "where causal it takes up to 128 features on a GPU before Hopper"
     if causal and features.curvature is None:
         return 'where causal it has no variant "relu"'
     learned = features.directions.requires_grad
@@ -85,9 +79,8 @@ class _Favor(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, mask, cu_seqlens, directions, offsets, _, ctx.curvature, causal = inputs
-        kept = output if causal else (*output, None)
-        ctx.save_for_backward(q, k, v, *kept, mask, cu_seqlens, directions, offsets)
+        q, k, v, mask, cu_seqlens, directions, offsets, _, ctx.curvature, ctx.causal = inputs
+        ctx.save_for_backward(q, k, v, *output, mask, cu_seqlens, directions, offsets)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
@@ -102,7 +95,7 @@ def _backward_pass(ctx: Any, dout: Tensor | None, *_: None) -> Any:
         return (None,) * 10
     operator = torch.ops.fastattn.favor_backward.default
     return (
-        *_autograd.call(operator, _backward, dout, *ctx.saved_tensors, ctx.curvature),
+        *_autograd.call(operator, _backward, dout, *ctx.saved_tensors, ctx.curvature, ctx.causal),
         *(None,) * 7,
     )
 
@@ -123,6 +116,7 @@ class _Options(NamedTuple):
     masked: bool
     packed: bool
     unit: int
+    backwards: bool = False  # of sums over splits
 
 
 def _constants(kernel: str, options: _Options) -> dict[str, Any]:
@@ -140,6 +134,7 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
         "OFFSET": options.offset,
         "MASKED": options.masked,
         "PACKED": options.packed,
+        "BACKWARDS": options.backwards,
         "PRECISION": precision,
         "DOT": getattr(tl, dot),
         **_tiles(kernel, options),
@@ -186,7 +181,7 @@ def _splits(q: Tensor, rows: int, blocks: int, causal: bool) -> int:
     return _tuning.linear_attention_splits(rows if causal else rows * blocks, q.device)
 
 
-def _states(q: Tensor, k: Tensor, e: int, cu_seqlens: Tensor | None) -> int:
+def _chunks(q: Tensor, k: Tensor, e: int, cu_seqlens: Tensor | None) -> int:
     """How many chunks there may be, of all sequences and key heads."""
     b, n = q.shape[0], q.shape[2]
     chunk = _tuning.favor_chunk(q.shape[3], e, q.dtype)
@@ -196,27 +191,18 @@ def _states(q: Tensor, k: Tensor, e: int, cu_seqlens: Tensor | None) -> int:
 
 
 def _forward_buffers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    directions: Tensor,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, directions: Tensor
 ) -> list[Tensor]:
-    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    _, kv_rows = _sizes(q, k, cu_seqlens)
     m, d = directions.shape[1:]
     b, h, n, _ = q.shape
     e = v.shape[3]
     dot = getattr(torch, _tuning.dot_type(q.dtype)[0])
-    buffers = [
+    return [
         heads_inside(q, e),
         q.new_empty(kv_rows * m * (d + e), dtype=dot),
         q.new_empty(kv_rows * m + b * h * n, dtype=torch.float32),
     ]
-    if causal:
-        size = kv_rows * _splits(q, rows, 1, True) * m * (e + 2)
-        buffers.append(q.new_empty(size, dtype=torch.float32))
-    return buffers
 
 
 @torch.library.register_fake("fastattn::favor_forward", lib=_lib)
@@ -232,7 +218,7 @@ def _(
     curvature: Any,
     causal: bool,
 ) -> list[Tensor]:
-    return _forward_buffers(q, k, v, cu_seqlens, directions, causal)
+    return _forward_buffers(q, k, v, cu_seqlens, directions)
 
 
 @torch.library.register_fake("fastattn::favor_backward", lib=_lib)
@@ -256,20 +242,14 @@ def _forward(
     aligned, offsets = whole(directions), whole(offsets)
     assert aligned is not None
     directions = aligned
-    buffers = _forward_buffers(q, k, v, cu_seqlens, directions, causal)
-    out, table, kept, *rest = buffers
+    buffers = _forward_buffers(q, k, v, cu_seqlens, directions)
+    out, table, kept = buffers
     if out.numel() == 0:
         return buffers
     options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
     curvature = curvature or 0.0
     rows, kv_rows = _sizes(q, k, cu_seqlens)
     h, n, h_kv, m = q.shape[1], q.shape[2], k.shape[1], options.m
-    blocks = _blocks("favor.sum_keys", options)
-    splits = _splits(q, rows if causal else kv_rows, blocks, causal)
-    if causal:
-        (shares,) = rest
-    else:
-        shares = q.new_empty(kv_rows * splits * m * (options.e + 2), dtype=torch.float32)
     factor = factor * LOG2E
     keys = (*k.stride()[:3], *v.stride()[:3])
     if causal:
@@ -280,35 +260,19 @@ def _forward(
             options,
             _constants,
         )
-        slots = _states(q, k, options.e, cu_seqlens)
-        states, weights = table.new_empty(slots * m * options.e), kept.new_empty(slots * m)
-        launch(
-            "favor_causal.states",
-            (kv_rows, splits, _blocks("favor_causal.states", options)),
-            (k, v, mask, cu_seqlens, table, kept, shares, states, weights,
-             *keys, h_kv, n, curvature),
-            options,
-            _constants,
-        )  # fmt: skip
-        before = table.new_empty(kv_rows * splits * m * options.e)
-        weights_before = kept.new_empty(kv_rows * splits * m)
-        launch(
-            "favor_causal.carry",
-            (kv_rows, _blocks("favor_causal.carry", options), 1),
-            (shares, before, weights_before, splits),
-            options,
-            _constants,
-        )
+        states = _states_before(q, k, v, mask, cu_seqlens, table, kept, options, curvature)
         launch(
             "favor_causal.attend",
-            (rows, splits, 1),
-            (q, k, v, mask, cu_seqlens, table, kept, offsets,
-             states, weights, before, weights_before, out,
+            (rows, _splits(q, rows, 1, True), 1),
+            (q, k, v, mask, cu_seqlens, table, kept, offsets, *states, out,
              *q.stride()[:3], *keys, h, h // h_kv, n, kv_rows, curvature),
             options,
             _constants,
         )  # fmt: skip
         return buffers
+    blocks = _blocks("favor.sum_keys", options)
+    splits = _splits(q, kv_rows, blocks, False)
+    shares = q.new_empty(kv_rows * splits * m * (options.e + 2), dtype=torch.float32)
     launch(
         "favor.sum_keys",
         (kv_rows, splits, blocks),
@@ -334,6 +298,115 @@ def _forward(
     return buffers
 
 
+def _state_buffers(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, table: Tensor, options: _Options
+) -> tuple[Tensor, ...]:
+    """S and z at every chunk; at every split; and the splits' shares."""
+    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    m, e = options.m, options.e
+    chunks = _chunks(q, k, e, cu_seqlens)
+    splits = kv_rows * _splits(q, rows, 1, True)
+    wide = torch.float32
+    return (
+        table.new_empty(chunks * m * e),
+        table.new_empty(chunks * m, dtype=wide),
+        table.new_empty(splits * m * e),
+        table.new_empty(splits * m, dtype=wide),
+        table.new_empty(splits * m * (e + 1), dtype=wide),
+    )
+
+
+def _states_before(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    table: Tensor,
+    kept: Tensor,
+    options: _Options,
+    curvature: float,
+) -> tuple[Tensor, ...]:
+    """S and z before every chunk, of its split; and before every split."""
+    *states, shares = _state_buffers(q, k, cu_seqlens, table, options)
+    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    splits = _splits(q, rows, 1, True)
+    launch(
+        "favor_causal.states",
+        (kv_rows, splits, _blocks("favor_causal.states", options)),
+        (k, v, mask, cu_seqlens, table, kept, shares, *states[:2],
+         *k.stride()[:3], *v.stride()[:3], k.shape[1], k.shape[2], curvature),
+        options,
+        _constants,
+    )  # fmt: skip
+    _carry(kv_rows, splits, shares, states, options)
+    return tuple(states)
+
+
+def _carry(
+    kv_rows: int, splits: int, shares: Tensor, states: list[Tensor], options: _Options
+) -> None:
+    launch(
+        "favor_causal.carry",
+        (kv_rows, _blocks("favor_causal.carry", options), 1),
+        (shares, *states[2:], splits),
+        options,
+        _constants,
+    )
+
+
+def _backward_causal(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    table: Tensor,
+    kept: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offsets: Tensor | None,
+    options: _Options,
+    curvature: float,
+    buffers: list[Tensor],
+) -> None:
+    dq, dk, dv = buffers
+    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    (h, n), h_kv, m = q.shape[1:3], k.shape[1], options.m
+    g = h // h_kv
+    splits = _splits(q, rows, 1, True)
+    slopes = kept.new_empty(2 * kept.numel() - kv_rows * m)
+    queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
+    states = _states_before(q, k, v, mask, cu_seqlens, table, kept, options, curvature)
+    launch(
+        "favor_causal.grad_queries",
+        (rows, splits, 1),
+        (q, k, v, mask, cu_seqlens, table, kept, offsets, *states, out, dout, slopes, dq,
+         *queries, *keys, *upstream, h, g, n, kv_rows, curvature),
+        options,
+        _constants,
+    )  # fmt: skip
+    del states
+    *dstates, shares = _state_buffers(q, k, cu_seqlens, table, options)
+    launch(
+        "favor_causal.dstates",
+        (kv_rows, splits, _blocks("favor_causal.dstates", options)),
+        (q, cu_seqlens, table, kept, offsets, dout, slopes, shares, *dstates[:2],
+         *queries, *upstream, h_kv, g, n, kv_rows),
+        options,
+        _constants,
+    )  # fmt: skip
+    _carry(kv_rows, splits, shares, dstates, options._replace(backwards=True))
+    launch(
+        "favor_causal.grad_keys",
+        (kv_rows, splits, 1),
+        (q, k, v, mask, cu_seqlens, table, kept, offsets, *dstates, dout, slopes, dk, dv,
+         *queries, *keys, *upstream, h_kv, g, n, kv_rows, curvature),
+        options,
+        _constants,
+    )  # fmt: skip
+
+
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -342,12 +415,12 @@ def _backward(
     out: Tensor,
     table: Tensor,
     kept: Tensor,
-    shares: Tensor | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     directions: Tensor,
     offsets: Tensor | None,
     curvature: float | None,
+    causal: bool,
 ) -> list[Tensor]:
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
     dout, offsets = dense(dout), whole(offsets)
@@ -355,38 +428,31 @@ def _backward(
     dq, dk, dv = buffers
     if out.numel() == 0:  # nothing looked at the keys
         return [x.zero_() for x in buffers]
-    causal = shares is not None
     options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
     curvature = curvature or 0.0
     if any(s % 8 for s in dout.stride()[:3]):
         options = options._replace(unit=1)
+    if causal:
+        _backward_causal(
+            dout, q, k, v, out, table, kept, mask, cu_seqlens, offsets, options, curvature, buffers
+        )
+        return buffers
     rows, kv_rows = _sizes(q, k, cu_seqlens)
     (h, n), h_kv, m, e = q.shape[1:3], k.shape[1], options.m, options.e
     g = h // h_kv
     blocks = _blocks("favor_backward.sum_queries", options)
-    splits = _splits(q, rows, blocks, causal)
+    splits = _splits(q, rows, blocks, False)
     dshares = q.new_empty(rows * splits * m * (e + 1), dtype=torch.float32)
     slopes = kept.new_empty(2 * kept.numel() - kv_rows * m)
     queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
     sizes = (h, g, n, kv_rows)
-    if causal:
-        launch(
-            "favor_causal.grad_queries",
-            (rows, splits, 1),
-            (q, k, v, mask, cu_seqlens, table, kept, offsets, shares, out, dout, slopes, dq,
-             *queries, *keys, *upstream, *sizes, curvature),
-            options,
-            _constants,
-        )  # fmt: skip
-    else:
-        launch(
-            "favor_backward.grad_queries",
-            (rows, _tuning.linear_attention_splits(rows, q.device), 1),
-            (q, cu_seqlens, table, kept, offsets, out, dout, dq, slopes,
-             *queries, *upstream, *sizes),
-            options,
-            _constants,
-        )  # fmt: skip
+    launch(
+        "favor_backward.grad_queries",
+        (rows, _tuning.linear_attention_splits(rows, q.device), 1),
+        (q, cu_seqlens, table, kept, offsets, out, dout, dq, slopes, *queries, *upstream, *sizes),
+        options,
+        _constants,
+    )
     launch(
         "favor_backward.sum_queries",
         (rows, splits, blocks),
@@ -394,16 +460,6 @@ def _backward(
         options,
         _constants,
     )
-    if causal:
-        launch(
-            "favor_causal.grad_keys",
-            (kv_rows, splits, 1),
-            (q, k, v, mask, cu_seqlens, table, kept, offsets, dshares, dout, slopes, dk, dv,
-             *queries, *keys, *upstream, h_kv, g, n, kv_rows, curvature),
-            options,
-            _constants,
-        )  # fmt: skip
-        return buffers
     dtable = table.new_empty(kv_rows * m * e)
     launch(
         "favor_backward.add",
