@@ -245,6 +245,21 @@ def test_gradients_in_half_precision_have_its_error(case, dtype, causal):
             assert (a - b).norm() <= 2e-2 * b.norm() + 2e-3 * largest
 
 
+@pytest.mark.gpu
+@forms
+@pytest.mark.parametrize("m", [16, 32, 64, 256])
+@pytest.mark.parametrize("e", [16, 32, 64])
+@pytest.mark.parametrize("d", [16, 32, 64])
+def test_bfloat16_has_its_error_in_tiles_of_every_width(d, e, m, causal):
+    """With 32 columns Triton 3.6 multiplied what lies outside its shared memory."""
+    case = testing.AttentionCase("", "", 1, 2, 2, 150, 150, d, e)
+    tried, reference = bound(case, m=m, causal=causal)
+    leaves = case.inputs(torch.bfloat16, DEVICE)
+    exact = testing.value_and_grads(reference(torch.bfloat16), [x.double() for x in leaves])
+    for got, want in zip(testing.value_and_grads(tried, leaves), exact, strict=True):
+        assert (got - want).norm() <= 2e-2 * want.norm()
+
+
 @forms
 def test_a_nan_is_not_swallowed_and_stays_in_its_sequence(causal):
     for place in range(3):
