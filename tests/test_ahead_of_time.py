@@ -73,6 +73,9 @@ def test_favor_compiles_for_every_generation():
     assert {f["kernel"] for f in found} == {
         "sum_keys_kernel",
         "prepare_kernel",
+        "states_kernel",
+        "carry_kernel",
+        "dstates_kernel",
         "merge_kernel",
         "attend_kernel",
         "sum_queries_kernel",
