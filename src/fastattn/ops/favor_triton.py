@@ -7,7 +7,7 @@ Where attention is causal, states of chunks are computed again.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fastattn import _autograd, _tuning
 from fastattn._launch import dense, heads_inside, launch, whole
 from fastattn.ops import linear_attention_triton as linear
 from fastattn.ops.favor_torch import Features
+from fastattn.ops.favor_variants import Options, blocks_of, constants, options_of, sizes
 
 LOG2E = 1.4426950408889634
 
@@ -103,79 +104,6 @@ def _backward_pass(ctx: Any, dout: Tensor | None, *_: None) -> Any:
 _backward_once = once_differentiable(_backward_pass)
 
 
-class _Options(NamedTuple):
-    """Everything that decides which variant of a kernel runs."""
-
-    dtype: torch.dtype
-    d: int
-    e: int
-    m: int
-    own: bool
-    relu: bool
-    offset: bool
-    masked: bool
-    packed: bool
-    unit: int
-    backwards: bool = False  # of sums over splits
-
-
-def _constants(kernel: str, options: _Options) -> dict[str, Any]:
-    """All constants, by the names that the kernels have for them, and the tiles."""
-    import triton.language as tl
-
-    dot, precision = _tuning.dot_type(options.dtype)
-    return {
-        "UNIT": options.unit,
-        "D": options.d,
-        "E": options.e,
-        "M": options.m,
-        "OWN": int(options.own),
-        "RELU": options.relu,
-        "OFFSET": options.offset,
-        "MASKED": options.masked,
-        "PACKED": options.packed,
-        "BACKWARDS": options.backwards,
-        "PRECISION": precision,
-        "DOT": getattr(tl, dot),
-        **_tiles(kernel, options),
-    }
-
-
-def _tiles(kernel: str, options: _Options) -> dict[str, int]:
-    module, name = kernel.split(".")
-    choose = _tuning.favor_causal if module == "favor_causal" else _tuning.favor
-    return choose(name, options.d, options.e, options.m, options.dtype)
-
-
-def _sizes(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """How many heads and key heads of how many sequences."""
-    b = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return b * q.shape[1], b * k.shape[1]
-
-
-def _options(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    cu_seqlens: Any,
-    directions: Tensor,
-    offsets: Any,
-    curvature: float | None,
-) -> _Options:
-    """Strides count as aligned if all are multiples of 8 elements."""
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    unit = 1 if any(s % 8 for s in strides) else 8
-    heads, m, d = directions.shape
-    given = (offsets is not None, mask is not None, cu_seqlens is not None)
-    return _Options(q.dtype, d, v.shape[3], m, heads > 1, curvature is None, *given, unit)
-
-
-def _blocks(kernel: str, options: _Options) -> int:
-    """Into how many blocks the features are cut."""
-    return -(-options.m // _tiles(kernel, options)["BLOCK_M"])
-
-
 def _splits(q: Tensor, rows: int, blocks: int, causal: bool) -> int:
     """Where attention is causal, all kernels agree on the splits."""
     return _tuning.linear_attention_splits(rows if causal else rows * blocks, q.device)
@@ -193,7 +121,7 @@ def _chunks(q: Tensor, k: Tensor, e: int, cu_seqlens: Tensor | None) -> int:
 def _forward_buffers(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, directions: Tensor
 ) -> list[Tensor]:
-    _, kv_rows = _sizes(q, k, cu_seqlens)
+    _, kv_rows = sizes(q, k, cu_seqlens)
     m, d = directions.shape[1:]
     b, h, n, _ = q.shape
     e = v.shape[3]
@@ -246,19 +174,19 @@ def _forward(
     out, table, kept = buffers
     if out.numel() == 0:
         return buffers
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
+    options = options_of(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
     curvature = curvature or 0.0
-    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    rows, kv_rows = sizes(q, k, cu_seqlens)
     h, n, h_kv, m = q.shape[1], q.shape[2], k.shape[1], options.m
     factor = factor * LOG2E
     keys = (*k.stride()[:3], *v.stride()[:3])
     if causal:
         launch(
             "favor_causal.prepare",
-            (kv_rows, _blocks("favor_causal.prepare", options), 1),
+            (kv_rows, blocks_of("favor_causal.prepare", options), 1),
             (directions, table, kept, h_kv, factor, curvature),
             options,
-            _constants,
+            constants,
         )
         states = _states_before(q, k, v, mask, cu_seqlens, table, kept, options, curvature)
         launch(
@@ -267,10 +195,10 @@ def _forward(
             (q, k, v, mask, cu_seqlens, table, kept, offsets, *states, out,
              *q.stride()[:3], *keys, h, h // h_kv, n, kv_rows, curvature),
             options,
-            _constants,
+            constants,
         )  # fmt: skip
         return buffers
-    blocks = _blocks("favor.sum_keys", options)
+    blocks = blocks_of("favor.sum_keys", options)
     splits = _splits(q, kv_rows, blocks, False)
     shares = q.new_empty(kv_rows * splits * m * (options.e + 2), dtype=torch.float32)
     launch(
@@ -279,30 +207,30 @@ def _forward(
         (k, v, mask, cu_seqlens, directions, table, shares,
          *keys, h_kv, k.shape[2], factor, curvature),
         options,
-        _constants,
+        constants,
     )  # fmt: skip
     launch(
         "favor.merge",
-        (kv_rows, _blocks("favor.merge", options), 1),
+        (kv_rows, blocks_of("favor.merge", options), 1),
         (shares, table, kept, splits),
         options,
-        _constants,
+        constants,
     )
     launch(
         "favor.attend",
         (rows, _tuning.linear_attention_splits(rows, q.device), 1),
         (q, cu_seqlens, table, kept, offsets, out, *q.stride()[:3], h, h // h_kv, n, kv_rows),
         options,
-        _constants,
+        constants,
     )
     return buffers
 
 
 def _state_buffers(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, table: Tensor, options: _Options
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, table: Tensor, options: Options
 ) -> tuple[Tensor, ...]:
     """S and z at every chunk; at every split; and the splits' shares."""
-    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    rows, kv_rows = sizes(q, k, cu_seqlens)
     m, e = options.m, options.e
     chunks = _chunks(q, k, e, cu_seqlens)
     splits = kv_rows * _splits(q, rows, 1, True)
@@ -324,34 +252,34 @@ def _states_before(
     cu_seqlens: Tensor | None,
     table: Tensor,
     kept: Tensor,
-    options: _Options,
+    options: Options,
     curvature: float,
 ) -> tuple[Tensor, ...]:
     """S and z before every chunk, of its split; and before every split."""
     *states, shares = _state_buffers(q, k, cu_seqlens, table, options)
-    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    rows, kv_rows = sizes(q, k, cu_seqlens)
     splits = _splits(q, rows, 1, True)
     launch(
         "favor_causal.states",
-        (kv_rows, splits, _blocks("favor_causal.states", options)),
+        (kv_rows, splits, blocks_of("favor_causal.states", options)),
         (k, v, mask, cu_seqlens, table, kept, shares, *states[:2],
          *k.stride()[:3], *v.stride()[:3], k.shape[1], k.shape[2], curvature),
         options,
-        _constants,
+        constants,
     )  # fmt: skip
     _carry(kv_rows, splits, shares, states, options)
     return tuple(states)
 
 
 def _carry(
-    kv_rows: int, splits: int, shares: Tensor, states: list[Tensor], options: _Options
+    kv_rows: int, splits: int, shares: Tensor, states: list[Tensor], options: Options
 ) -> None:
     launch(
         "favor_causal.carry",
-        (kv_rows, _blocks("favor_causal.carry", options), 1),
+        (kv_rows, blocks_of("favor_causal.carry", options), 1),
         (shares, *states[2:], splits),
         options,
-        _constants,
+        constants,
     )
 
 
@@ -366,12 +294,12 @@ def _backward_causal(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     offsets: Tensor | None,
-    options: _Options,
+    options: Options,
     curvature: float,
     buffers: list[Tensor],
 ) -> None:
     dq, dk, dv = buffers
-    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    rows, kv_rows = sizes(q, k, cu_seqlens)
     (h, n), h_kv, m = q.shape[1:3], k.shape[1], options.m
     g = h // h_kv
     splits = _splits(q, rows, 1, True)
@@ -379,31 +307,31 @@ def _backward_causal(
     queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
     states = _states_before(q, k, v, mask, cu_seqlens, table, kept, options, curvature)
     launch(
-        "favor_causal.grad_queries",
+        "favor_causal_backward.grad_queries",
         (rows, splits, 1),
         (q, k, v, mask, cu_seqlens, table, kept, offsets, *states, out, dout, slopes, dq,
          *queries, *keys, *upstream, h, g, n, kv_rows, curvature),
         options,
-        _constants,
+        constants,
     )  # fmt: skip
     del states
     *dstates, shares = _state_buffers(q, k, cu_seqlens, table, options)
     launch(
-        "favor_causal.dstates",
-        (kv_rows, splits, _blocks("favor_causal.dstates", options)),
+        "favor_causal_backward.dstates",
+        (kv_rows, splits, blocks_of("favor_causal_backward.dstates", options)),
         (q, cu_seqlens, table, kept, offsets, dout, slopes, shares, *dstates[:2],
          *queries, *upstream, h_kv, g, n, kv_rows),
         options,
-        _constants,
+        constants,
     )  # fmt: skip
     _carry(kv_rows, splits, shares, dstates, options._replace(backwards=True))
     launch(
-        "favor_causal.grad_keys",
+        "favor_causal_backward.grad_keys",
         (kv_rows, splits, 1),
         (q, k, v, mask, cu_seqlens, table, kept, offsets, *dstates, dout, slopes, dk, dv,
          *queries, *keys, *upstream, h_kv, g, n, kv_rows, curvature),
         options,
-        _constants,
+        constants,
     )  # fmt: skip
 
 
@@ -428,7 +356,7 @@ def _backward(
     dq, dk, dv = buffers
     if out.numel() == 0:  # nothing looked at the keys
         return [x.zero_() for x in buffers]
-    options = _options(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
+    options = options_of(q, k, v, mask, cu_seqlens, directions, offsets, curvature)
     curvature = curvature or 0.0
     if any(s % 8 for s in dout.stride()[:3]):
         options = options._replace(unit=1)
@@ -437,36 +365,36 @@ def _backward(
             dout, q, k, v, out, table, kept, mask, cu_seqlens, offsets, options, curvature, buffers
         )
         return buffers
-    rows, kv_rows = _sizes(q, k, cu_seqlens)
+    rows, kv_rows = sizes(q, k, cu_seqlens)
     (h, n), h_kv, m, e = q.shape[1:3], k.shape[1], options.m, options.e
     g = h // h_kv
-    blocks = _blocks("favor_backward.sum_queries", options)
+    blocks = blocks_of("favor_backward.sum_queries", options)
     splits = _splits(q, rows, blocks, False)
     dshares = q.new_empty(rows * splits * m * (e + 1), dtype=torch.float32)
     slopes = kept.new_empty(2 * kept.numel() - kv_rows * m)
     queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
-    sizes = (h, g, n, kv_rows)
+    shape = (h, g, n, kv_rows)
     launch(
         "favor_backward.grad_queries",
         (rows, _tuning.linear_attention_splits(rows, q.device), 1),
-        (q, cu_seqlens, table, kept, offsets, out, dout, dq, slopes, *queries, *upstream, *sizes),
+        (q, cu_seqlens, table, kept, offsets, out, dout, dq, slopes, *queries, *upstream, *shape),
         options,
-        _constants,
+        constants,
     )
     launch(
         "favor_backward.sum_queries",
         (rows, splits, blocks),
-        (q, cu_seqlens, table, kept, offsets, dout, slopes, dshares, *queries, *upstream, *sizes),
+        (q, cu_seqlens, table, kept, offsets, dout, slopes, dshares, *queries, *upstream, *shape),
         options,
-        _constants,
+        constants,
     )
     dtable = table.new_empty(kv_rows * m * e)
     launch(
         "favor_backward.add",
-        (kv_rows, _blocks("favor_backward.add", options), 1),
+        (kv_rows, blocks_of("favor_backward.add", options), 1),
         (dshares, table, dtable, slopes, g * splits),
         options,
-        _constants,
+        constants,
     )
     launch(
         "favor_backward.grad_keys",
@@ -474,7 +402,7 @@ def _backward(
         (k, v, mask, cu_seqlens, table, kept, dtable, slopes, dk, dv,
          *keys, h_kv, k.shape[2], curvature),
         options,
-        _constants,
+        constants,
     )  # fmt: skip
     return buffers
 
