@@ -141,7 +141,7 @@ def favor(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, 
 
 
 def favor_values(m: int, dtype: torch.dtype) -> int:
-    """How many columns of v one causal call takes, so that S (m, e) stays in registers."""
+    """How many columns of v one causal call takes, so that its tiles of S (m, e) fit."""
     return max(16, (16384 if dtype == torch.bfloat16 else 4096) // _block(m))
 
 
@@ -169,7 +169,6 @@ def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dic
         stages = 3 if tuned and kernel == "attend" else 1
     return {
         "BLOCK_M": features,
-        "BLOCK_N": chunk,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
         "CHUNK": chunk,

@@ -139,7 +139,7 @@ def grad_queries_kernel(
 
 @triton.jit
 def pairs(ptr, n, high):
-    """``[N]`` twice: log-sums and δ; a matrix is fetched ahead, where vectors are not."""
+    """``[N]`` twice, log-sums and δ: loaded once as a matrix, where vectors are by every thread."""
     at = ptr + n[:, None] * 2 + tl.arange(0, 2)[None, :]
     whole, delta = tl.split(tl.load(at, mask=(n < high)[:, None], other=float("inf")))
     return whole, tl.where(n < high, delta, 0.0)

@@ -80,7 +80,7 @@ def states_kernel(
     HKV, N, curvature,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M features, one split of the keys of one key head: S and z before every
     chunk, of that split alone, and its share."""
@@ -100,22 +100,20 @@ def states_kernel(
 
     total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
-    for chunk in range(low, behind_first(low, high), CHUNK):
-        here = (state_at(b, chunk, first, N, CHUNK, PACKED) * HKV + head) * M
-        there = chunk < high
+    for start in range(low, behind_first(low, high), CHUNK):
+        here = (state_at(b, start, first, N, CHUNK, PACKED) * HKV + head) * M
+        there = start < high
         tl.store(state_ptr + here * E + at, total.to(DOT), mask=exists & there)
         tl.store(weight_ptr + here + m, mass, mask=(m < M) & there)
-        for i in tl.static_range(0, CHUNK, BLOCK_N):
-            start = chunk + i
-            keep = visible(mask_ptr, start + tl.arange(0, BLOCK_N), high, MASKED)
-            k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
-            v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
-            half = half_square(k, curvature)
-            logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION)  # [M, N]
-            logits = bounded(logits - half[None, :] - shift[:, None])
-            features = tl.where(keep[None, :], tl.exp2(logits), 0.0)
-            mass += tl.sum(features, 1)
-            total = tl.dot(features.to(DOT), v, total, input_precision=PRECISION)
+        keep = visible(mask_ptr, start + tl.arange(0, CHUNK), high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+        half = half_square(k, curvature)
+        logits = tl.dot(w, tl.trans(k.to(DOT)), input_precision=PRECISION)  # [M, N]
+        logits = bounded(logits - half[None, :] - shift[:, None])
+        features = tl.where(keep[None, :], tl.exp2(logits), 0.0)
+        mass += tl.sum(features, 1)
+        total = tl.dot(features.to(DOT), v, total, input_precision=PRECISION)
 
     share_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (M * (E + 1))
     tl.store(share_ptr + at, total, mask=exists)
@@ -124,7 +122,7 @@ def states_kernel(
 
 @triton.jit
 def bounded(logits):
-    """A NaN stays one."""
+    """Exponents of keys within what float32 holds, with room for sums; a NaN stays one."""
     return tl.clamp(logits, LEAST, MOST, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -104,11 +104,6 @@ def _backward_pass(ctx: Any, dout: Tensor | None, *_: None) -> Any:
 _backward_once = once_differentiable(_backward_pass)
 
 
-def _splits(q: Tensor, rows: int, blocks: int, causal: bool) -> int:
-    """Where attention is causal, all kernels agree on the splits."""
-    return _tuning.linear_attention_splits(rows if causal else rows * blocks, q.device)
-
-
 def _chunks(q: Tensor, k: Tensor, e: int, cu_seqlens: Tensor | None) -> int:
     """How many chunks there may be, of all sequences and key heads."""
     b, n = q.shape[0], q.shape[2]
@@ -191,7 +186,7 @@ def _forward(
         states = _states_before(q, k, v, mask, cu_seqlens, table, kept, options, curvature)
         launch(
             "favor_causal.attend",
-            (rows, _splits(q, rows, 1, True), 1),
+            (rows, _tuning.linear_attention_splits(rows, q.device), 1),
             (q, k, v, mask, cu_seqlens, table, kept, offsets, *states, out,
              *q.stride()[:3], *keys, h, h // h_kv, n, kv_rows, curvature),
             options,
@@ -199,7 +194,7 @@ def _forward(
         )  # fmt: skip
         return buffers
     blocks = blocks_of("favor.sum_keys", options)
-    splits = _splits(q, kv_rows, blocks, False)
+    splits = _tuning.linear_attention_splits(kv_rows * blocks, q.device)
     shares = q.new_empty(kv_rows * splits * m * (options.e + 2), dtype=torch.float32)
     launch(
         "favor.sum_keys",
@@ -233,7 +228,7 @@ def _state_buffers(
     rows, kv_rows = sizes(q, k, cu_seqlens)
     m, e = options.m, options.e
     chunks = _chunks(q, k, e, cu_seqlens)
-    splits = kv_rows * _splits(q, rows, 1, True)
+    splits = kv_rows * _tuning.linear_attention_splits(rows, q.device)
     wide = torch.float32
     return (
         table.new_empty(chunks * m * e),
@@ -258,7 +253,7 @@ def _states_before(
     """S and z before every chunk, of its split; and before every split."""
     *states, shares = _state_buffers(q, k, cu_seqlens, table, options)
     rows, kv_rows = sizes(q, k, cu_seqlens)
-    splits = _splits(q, rows, 1, True)
+    splits = _tuning.linear_attention_splits(rows, q.device)
     launch(
         "favor_causal.states",
         (kv_rows, splits, blocks_of("favor_causal.states", options)),
@@ -302,7 +297,7 @@ def _backward_causal(
     rows, kv_rows = sizes(q, k, cu_seqlens)
     (h, n), h_kv, m = q.shape[1:3], k.shape[1], options.m
     g = h // h_kv
-    splits = _splits(q, rows, 1, True)
+    splits = _tuning.linear_attention_splits(rows, q.device)
     slopes = kept.new_empty(2 * kept.numel() - kv_rows * m)
     queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
     states = _states_before(q, k, v, mask, cu_seqlens, table, kept, options, curvature)
@@ -369,7 +364,7 @@ def _backward(
     (h, n), h_kv, m, e = q.shape[1:3], k.shape[1], options.m, options.e
     g = h // h_kv
     blocks = blocks_of("favor_backward.sum_queries", options)
-    splits = _splits(q, rows, blocks, False)
+    splits = _tuning.linear_attention_splits(rows * blocks, q.device)
     dshares = q.new_empty(rows * splits * m * (e + 1), dtype=torch.float32)
     slopes = kept.new_empty(2 * kept.numel() - kv_rows * m)
     queries, keys, upstream = q.stride()[:3], (*k.stride()[:3], *v.stride()[:3]), dout.stride()[:3]
