@@ -357,90 +357,9 @@ def test_memory_around_the_buffers_is_neither_read_nor_left_in_the_results(featu
             assert torch.equal(clean, got)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_a_new_length_compiles_nothing(causal):
-    from fastattn import _launch
-
-    def run(n):
-        leaves = [torch.randn(1, 2, n, 24, device=DEVICE).requires_grad_() for _ in range(3)]
-        torch.autograd.grad(kernels(*leaves, causal=causal).sum(), leaves)
-
-    run(100)
-    with torch.no_grad():
-        known = dict(_launch._variants)
-        for n in (1, 2, 15, 16, 17, 64, 1000, 1024, 5000):
-            with torch.enable_grad():
-                run(n)
-        assert _launch._variants == known
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_a_cuda_graph_replays_forward_and_backward(causal):
-    leaves = [torch.randn(2, 2, 300, 64, device=DEVICE).requires_grad_() for _ in range(3)]
-    upstream = torch.randn(2, 2, 300, 64, device=DEVICE)
-
-    def step():
-        out = kernels(*leaves, causal=causal)
-        return [out, *torch.autograd.grad(out, leaves, upstream)]
-
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    with torch.no_grad():
-        for x in (*leaves, upstream):
-            x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, want in zip(results, step(), strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_on_the_way_in_and_gradients_on_the_way_out(dtype):
-    leaves = [torch.randn(1, 2, 70, 16, device=DEVICE).requires_grad_() for _ in range(3)]
-    with torch.autocast("cuda", dtype):
-        out = kernels(*leaves)
-    assert out.dtype == dtype
-    grads = torch.autograd.grad(out.float().square().sum(), leaves)
-    cast = [x.detach().to(dtype).requires_grad_() for x in leaves]
-    want = kernels(*cast)
-    assert torch.equal(out, want)
-    for got, expected in zip(
-        grads, torch.autograd.grad(want.float().square().sum(), cast), strict=True
-    ):
-        assert got.dtype == torch.float32
-        assert torch.equal(got, expected.float())
-
-
 def relative_error(got, want):
-    """A wrapped offset reads other rows: of order 1. Two roundings to bfloat16: under 2^-6."""
+    """Of order 1 where a wrapped offset reads other rows; two roundings are under 2^-6."""
     return (got.double() - want.double()).norm() / want.double().norm()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_the_last_of_more_than_two_to_the_31_elements_is_as_right_as_alone(causal):
-    b, h, n, d = 33, 16, 65536, 64
-    assert b * h * n * d > 2**31
-    shape = (b, n, h, d)
-    q, k, v, upstream = (
-        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
-    )
-    results = []
-    for xs, up in (((q, k, v), upstream), ([x[-1:] for x in (q, k, v)], upstream[-1:])):
-        xs = [x.detach().requires_grad_() for x in xs]
-        out = kernels(*xs, causal=causal)
-        results.append([x[-1:].clone() for x in (out, *torch.autograd.grad(out, xs, up))])
-        del out
-    for got, want in zip(*results, strict=True):
-        assert relative_error(got, want) < 2**-6
 
 
 @pytest.mark.gpu
@@ -459,15 +378,6 @@ def test_one_sequence_of_more_than_two_to_the_31_elements():
 
 
 @pytest.mark.gpu
-def test_more_sequences_than_a_grid_axis_holds():
-    q, k, v = (torch.randn(70_000, 1, 3, 8, device=DEVICE) for _ in range(3))
-    for causal in (False, True):
-        torch.testing.assert_close(
-            kernels(q, k, v, causal=causal), linear_attention_reference(q, k, v, causal=causal)
-        )
-
-
-@pytest.mark.gpu
 def test_float16_has_room_for_large_values():
     q, k, v = (torch.randn(1, 1, 500, 64, device=DEVICE) for _ in range(3))
     for causal in (False, True):
@@ -476,22 +386,6 @@ def test_float16_has_room_for_large_values():
             partial(linear_attention_reference, causal=causal),
             [q.half(), k.half(), (1000 * v).half()],
         )
-
-
-@pytest.mark.gpu
-def test_it_runs_on_the_device_of_its_inputs():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    leaves = [torch.randn(2, 2, 70, 16) for _ in range(3)]
-    for causal in (False, True):
-        first, second = (
-            testing.value_and_grads(partial(kernels, causal=causal), [x.to(i) for x in leaves])
-            for i in ("cuda:0", "cuda:1")
-        )
-        for want, got in zip(first, second, strict=True):
-            assert got.device.index == 1
-            assert torch.equal(want.cpu(), got.cpu())
-    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.skipif(ON_GPU, reason="about machines without a GPU")
