@@ -146,33 +146,61 @@ def linear_attention_calls() -> dict[str, Callable[[], object]]:
 
 def favor_calls() -> dict[str, Callable[[], object]]:
     """Forward and backward at the widths, numbers of features, dtypes and forms that differ."""
+    from fastattn.ops import favor_causal_triton as causal_path
+    from fastattn.ops import favor_step_triton as step_path
     from fastattn.ops import favor_triton as path
 
-    def call(d, m, dtype, masked=False, packed=False, offset=False, causal=False, e=None):
+    def inputs(d, m, dtype, masked=False, packed=False, offset=False, heads=8):
         b = 1 if packed else 2
-        widths = (d, d, e or d)
-        q, k, v = (torch.zeros(b, 64, 4, x, dtype=dtype).transpose(1, 2) for x in widths)
+        q, k, v = (torch.zeros(b, 64, h, d, dtype=dtype).transpose(1, 2) for h in (heads, 4, 4))
         mask = torch.zeros(b, 64, dtype=torch.bool) if masked else None
         ends = torch.tensor([0, 64], dtype=torch.int32) if packed else None
-        w = torch.zeros(4, m, d)
-        options = (mask, ends, w, torch.zeros(4, m) if offset else None)
-        kept = path._forward(q, k, v, *options, 0.5, 0.25, causal)
-        path._backward(kept[0], q, k, v, *kept, *options, 0.25, causal)
+        return q, k, v, mask, ends, torch.zeros(4, m, d), torch.zeros(4, m) if offset else None
+
+    def everywhere(*args, curvature=0.25):
+        q, k, v, *options = inputs(*args)
+        kept = path._forward(q, k, v, *options, 0.5, curvature)
+        path._backward(kept[0], q, k, v, *kept, *options, 0.5, curvature, True)
+
+    def causal(*args, splits=1, state=False, curvature=0.25):
+        q, k, v, mask, ends, w, offsets = inputs(*args)
+        b, m, d = q.shape[0], *w.shape[1:]
+        start = (None,) * 3
+        if state:
+            start = (torch.zeros(b, 4, m, d), *torch.zeros(2, b, 4, m))
+        found = path._tuning.favor_causal_splits
+        path._tuning.favor_causal_splits = lambda *_: splits
+        try:
+            out, table, lifted, kept, *end = causal_path._forward(
+                q, k, v, mask, ends, w, offsets, *start, 0.5, curvature
+            )
+            shift = end[2] if end else None
+            about = (out, table, lifted, kept, shift, mask, ends, w, *start, 0.5, curvature, True)
+            causal_path._backward(out, *start[:2], q, k, v, *about)
+        finally:
+            path._tuning.favor_causal_splits = found
+
+    def step(d, m, dtype):
+        q, k, v, mask, _, w, _ = inputs(d, m, dtype, True)
+        q, k, v = (x[:, :, :1] for x in (q, k, v))
+        state = (torch.zeros(2, 4, m, d), *torch.zeros(2, 2, 4, m))
+        step_path._step(q, k, v, mask[:, :1].contiguous(), w, None, *state, 0.5, 0.25)
 
     calls = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for d, m in ((16, 16), (64, 64), (64, 256), (64, 512), (256, 128), (256, 512)):
-            name = f"{str(dtype)[6:]} d{d} m{m}"
-            calls[name] = lambda a=(d, m, dtype): call(*a)
-            if m <= 256:
-                width = min(d, path._tuning.favor_values(m, dtype))
-                calls[f"{name} causal"] = lambda a=(d, m, dtype), e=width: call(
-                    *a, causal=True, e=e
-                )
+        for shape in ((16, 16), (64, 64), (64, 256), (64, 512), (256, 128), (256, 512)):
+            name = f"{str(dtype)[6:]} d{shape[0]} m{shape[1]}"
+            calls[name] = lambda a=(*shape, dtype): everywhere(*a)
+            calls[f"{name} causal"] = lambda a=(*shape, dtype): causal(*a)
     bf16 = torch.bfloat16
-    calls["bfloat16 causal with everything"] = lambda: call(64, 256, bf16, True, True, True, True)
-    calls["bfloat16 packed masked"] = lambda: call(64, 256, bf16, True, True)
-    calls["bfloat16 masked offset"] = lambda: call(64, 256, bf16, True, offset=True)
+    everything = (64, 256, bf16, True, True, True)
+    calls["bfloat16 causal with everything"] = lambda: causal(*everything, splits=2)
+    calls["bfloat16 causal with a state"] = lambda: causal(64, 256, bf16, state=True)
+    calls["bfloat16 causal relu"] = lambda: causal(64, 256, bf16, curvature=None)
+    calls["bfloat16 packed masked"] = lambda: everywhere(64, 256, bf16, True, True)
+    calls["bfloat16 masked offset"] = lambda: everywhere(64, 256, bf16, True, False, True)
+    for d, m in ((64, 256), (256, 512)):
+        calls[f"bfloat16 step d{d} m{m}"] = lambda a=(d, m, bf16): step(*a)
     return calls
 
 

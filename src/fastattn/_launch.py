@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from importlib import import_module
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -85,6 +85,14 @@ def dense(x: Tensor) -> Tensor:
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(-2) < 16777216:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@overload
+def whole(x: Tensor) -> Tensor: ...
+
+
+@overload
+def whole(x: Tensor | None) -> Tensor | None: ...
 
 
 def whole(x: Tensor | None) -> Tensor | None:

@@ -140,41 +140,64 @@ def favor(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def favor_values(m: int, dtype: torch.dtype) -> int:
-    """How many columns of v one causal call takes, so that its tiles of S (m, e) fit."""
-    return max(16, (16384 if dtype == torch.bfloat16 else 4096) // _block(m))
-
-
 def favor_chunk(d: int, e: int, dtype: torch.dtype) -> int:
     """Tokens between two states of causal FAVOR+, and in a tile that reads them."""
-    return 64 if dtype == torch.bfloat16 and max(d, e) <= 64 else 32
+    if dtype == torch.bfloat16:
+        return 64 if max(d, e) <= 64 else 32
+    return 32 if max(d, e) <= 64 else 16
 
 
 @cache
-def favor_causal(kernel: str, d: int, e: int, m: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of a causal FAVOR+ kernel: "prepare", "states", "carry", "attend",
-    "grad_queries", "dstates" or "grad_keys"."""
+def favor_causal_splits(programs: int, device: torch.device) -> int:
+    """Into how many splits a sequence is cut where its states are summed, one after the other."""
+    return max(1, min(64, multiprocessors(device) // max(programs, 1)))
+
+
+@cache
+def favor_causal(
+    kernel: str, d: int, e: int, m: int, dtype: torch.dtype, before: bool
+) -> dict[str, int]:
+    """Tiles of a causal FAVOR+ kernel: "prepare", "lift_keys", "states", "carry", "attend",
+    "lift_queries", "grad_queries", "dstates" or "grad_keys".
+
+    Measured on one H100: bfloat16, d = e = 64, m = 256.
+    """
     chunk = favor_chunk(d, e, dtype)
     tuned = chunk == 64
     least = 64 if tuned else 16  # with 32 Triton 3.6 multiplies what lies outside shared memory
     block_d, block_e, features = (max(_block(x), least) for x in (d, e, m))
-    stages, limit = 1, {}
-    if kernel in ("prepare", "carry"):
-        features, warps = 32, 4
+    if kernel in ("prepare", "carry", "lift_keys", "lift_queries"):
+        features, warps, stages = 32, 4, 1
     elif kernel in ("states", "dstates"):
-        features, warps, stages = (min(features, 128), 8, 3) if tuned else (min(features, 32), 8, 1)
-        limit = {"maxnreg": 128} if features == 128 else {}
+        features, warps, stages = (64, 4, 4) if tuned else (min(features, chunk), 8, 1)
     else:
-        features, warps = (64, 4) if tuned else (min(features, 32), 8)
-        stages = 3 if tuned and kernel == "attend" else 1
+        most = 32 if kernel == "grad_keys" else 64  # more registers than there are
+        features, warps, stages = (most, 4, 3) if tuned else (min(features, chunk), 8, 1)
+        if before:  # room for the tiles of two programs
+            stages = min(stages, 2)
     return {
         "BLOCK_M": features,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
+        "BLOCK_N": 64,
         "CHUNK": chunk,
         "num_warps": warps,
         "num_stages": stages,
-        **limit,
+        # for eight warps the assembler takes 128 or even 32 by itself, and spills
+        **({"maxnreg": 255} if warps == 8 else {}),
+    }
+
+
+@cache
+def favor_step(d: int, e: int, m: int) -> dict[str, int]:
+    """Tiles of a decoding step: at most 8192 elements of the state a program."""
+    features = _block(m)
+    return {
+        "BLOCK_D": min(_block(d), max(16, 8192 // features)),
+        "BLOCK_E": min(_block(e), max(16, 8192 // features)),
+        "BLOCK_M": features,
+        "num_warps": 8,
+        "num_stages": 1,
     }
 
 

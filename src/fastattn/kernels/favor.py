@@ -34,7 +34,13 @@ def directions(w_ptr, start, factor, M: tl.constexpr, D: tl.constexpr, BLOCK_M: 
     """``[M, D]`` rows of a contiguous (M, D) from ``start`` on, scaled and rounded."""
     m, d = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     exists = (m < M)[:, None] & (d < D)[None, :]
-    w = tl.load(w_ptr + m[:, None] * D + d[None, :], mask=exists, other=0.0) * factor
+    w = tl.load(w_ptr + m[:, None] * D + d[None, :], mask=exists, other=0.0)
+    return rounded(w * factor, PRECISION, DOT)
+
+
+@triton.jit
+def rounded(w, PRECISION: tl.constexpr, DOT: tl.constexpr):
+    """As the products have it."""
     if DOT == tl.float32 and PRECISION == "tf32":  # the tensor cores would cut it off
         w = ((w.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return w.to(DOT)
@@ -83,6 +89,18 @@ def sums(ptr, start, offset_ptr, OFFSET: tl.constexpr, M: tl.constexpr, BLOCK_M:
     if OFFSET:
         found += tl.load(offset_ptr + m, mask=m < M, other=0.0) * LOG2E
     return found
+
+
+@triton.jit
+def put_sums(
+    ptr, start_m, total, mass,
+    M: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A share: sums (M, WIDTH) and, behind them, (M)."""
+    m, x = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK)
+    exists = (m < M)[:, None] & (x < WIDTH)[None, :]
+    tl.store(ptr + m[:, None] * WIDTH + x[None, :], total, mask=exists)
+    tl.store(ptr + M * WIDTH + m, mass, mask=m < M)
 
 
 @triton.jit
@@ -244,8 +262,8 @@ def attend_kernel(
     key_row = row_id // G
     first, low, high = span(cu_ptr, b, N, PACKED)
     q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
-    out_n = H * E
-    out_ptr += (first if PACKED else b * N) * out_n.to(tl.int64) + head * E
+    out_n = H.to(tl.int64) * E
+    out_ptr += (first if PACKED else b * N) * out_n + head * E
     behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
     row_ptr = kept_ptr + behind
     kept_ptr += key_row * M

@@ -4,6 +4,8 @@
     sum_queries    per split of the queries: shares of dS = sum of p ⊗ dout and of t = sum of p·δ
     add            the shares of a key head, in their order
     grad_keys      dk and dv
+    grad_directions   of learned directions, what the keys add; what the queries add is of
+                   ``sum_queries``
 
 With p the weights of the second attention and p' those of the first: dlogit = p (dout·S - δ) of a
 query, and p' (dS·v - t) of a key, since the gradient of a log-sum is dS·S - t. The slopes are t
@@ -13,7 +15,16 @@ query, and p' (dS·v - t) of a key, since the gradient of a log-sum is dS·S - t
 import triton
 import triton.language as tl
 
-from fastattn.kernels.favor import half_square, hold, hold_sums, logarithms, plus, rows, sums
+from fastattn.kernels.favor import (
+    half_square,
+    hold,
+    hold_sums,
+    logarithms,
+    plus,
+    put_sums,
+    rows,
+    sums,
+)
 from fastattn.kernels.linear_attention_parts import (
     begin,
     behind_first,
@@ -37,7 +48,7 @@ def chain(slopes, products, RELU: tl.constexpr):
 
 @triton.jit
 def unit(RELU: tl.constexpr):
-    """Directions hold log2(e), since logarithms are to base 2; relu's own logarithm undoes it."""
+    """Directions hold log2(e), since logarithms are to base 2; but for relu."""
     return 1.0 if RELU else LN2
 
 
@@ -93,10 +104,10 @@ def grad_queries_kernel(
     first, low, high = span(cu_ptr, b, N, PACKED)
     q_ptr, q_n = begin(q_ptr, b, head, first, q_b, q_h, q_n, UNIT, PACKED)
     dout_ptr, dout_n = begin(dout_ptr, b, head, first, dout_b, dout_h, dout_n, UNIT, PACKED)
-    out_n, dq_n = H * E, H * D
+    out_n, dq_n = H.to(tl.int64) * E, H.to(tl.int64) * D
     sample = first if PACKED else b * N
-    out_ptr += sample * out_n.to(tl.int64) + head * E
-    dq_ptr += sample * dq_n.to(tl.int64) + head * D
+    out_ptr += sample * out_n + head * E
+    dq_ptr += sample * dq_n + head * D
     behind = KEYROWS.to(tl.int64) * M + (head * N + first if PACKED else row_id * N)
     row_ptr = kept_ptr + behind
     delta_ptr = slope_ptr + 2 * behind - KEYROWS.to(tl.int64) * M
@@ -151,11 +162,14 @@ def sum_queries_kernel(
     q_b, q_h, q_n, dout_b, dout_h, dout_n,
     H, G, N, KEYROWS,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr,
-    RELU: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
+    RELU: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, LEARNED: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M features, one split of the queries of one head."""
+    """One program: BLOCK_M features, one split of the queries of one head.
+
+    LEARNED, the sums are those of slopes ⊗ q and of slopes: gradients of directions and offsets.
+    """
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // H, row_id % H
     key_row = row_id // G
@@ -170,7 +184,13 @@ def sum_queries_kernel(
     w = rows(table_ptr + key_row * (M * (D + E)), start_m, M, D, BLOCK_M, BLOCK_D)  # [M, D]
     bias = sums(kept_ptr + key_row * M, start_m, offset_ptr, OFFSET, M, BLOCK_M)
 
-    total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    if LEARNED:
+        means = rows(
+            table_ptr + key_row * (M * (D + E)) + M * D, start_m, M, E, BLOCK_M, BLOCK_E
+        )  # [M, E]
+    WIDTH: tl.constexpr = D if LEARNED else E
+    BLOCK: tl.constexpr = BLOCK_D if LEARNED else BLOCK_E
+    total = tl.zeros((BLOCK_M, BLOCK), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(low, behind_first(low, high), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -179,14 +199,18 @@ def sum_queries_kernel(
         whole, delta = pairs(slope_ptr, n, high)
         products = tl.dot(w, tl.trans(q), input_precision=PRECISION)  # [M, N]
         weights = tl.exp2(logarithms(products, RELU) + bias[:, None] - whole[None, :])
-        mass += tl.sum(weights * delta[None, :], 1)
-        total = tl.dot(weights.to(DOT), dout, total, input_precision=PRECISION)
+        if LEARNED:
+            slopes = tl.dot(means, tl.trans(dout), input_precision=PRECISION) - delta[None, :]
+            slopes *= weights
+            mass += tl.sum(slopes, 1)
+            slopes = chain(slopes, products, RELU).to(DOT)
+            total = tl.dot(slopes, q, total, input_precision=PRECISION)
+        else:
+            mass += tl.sum(weights * delta[None, :], 1)
+            total = tl.dot(weights.to(DOT), dout, total, input_precision=PRECISION)
 
-    m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
-    dshare_ptr += (row_id * tl.num_programs(1) + tl.program_id(1)) * (M * (E + 1))
-    exists = (m < M)[:, None] & (e < E)[None, :]
-    tl.store(dshare_ptr + m[:, None] * E + e[None, :], total, mask=exists)
-    tl.store(dshare_ptr + M * E + m, mass, mask=m < M)
+    share = row_id * tl.num_programs(1) + tl.program_id(1)
+    put_sums(dshare_ptr + share * (M * (WIDTH + 1)), start_m, total, mass, M, WIDTH, BLOCK_M, BLOCK)
 
 
 @launched
@@ -235,10 +259,10 @@ def grad_keys_kernel(
         mask_ptr += first if PACKED else b * N
     k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
     v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
-    dk_n, dv_n = HKV * D, HKV * E
+    dk_n, dv_n = HKV.to(tl.int64) * D, HKV.to(tl.int64) * E
     sample = first if PACKED else b * N
-    dk_ptr += sample * dk_n.to(tl.int64) + head * D
-    dv_ptr += sample * dv_n.to(tl.int64) + head * E
+    dk_ptr += sample * dk_n + head * D
+    dv_ptr += sample * dv_n + head * E
     table_ptr += row_id * (M * (D + E))
     kept_ptr += row_id * M
     dtable_ptr += row_id * (M * E)
@@ -275,3 +299,48 @@ def grad_keys_kernel(
         dk = dk * unit(RELU) - k.to(tl.float32) * (curvature * along)[:, None]
         put(dk_ptr, start, dk_n, n < high, dk, D, BLOCK_D)
         put(dv_ptr, start, dv_n, n < high, dv, E, BLOCK_E)
+
+
+@launched
+def grad_directions_kernel(
+    k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, kept_ptr, dtable_ptr, slope_ptr, share_ptr,
+    k_b, k_h, k_n, v_b, v_h, v_n,
+    HKV, N, curvature,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
+    RELU: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: what one split of the keys of one key head adds to the gradient of BLOCK_M
+    directions."""
+    row_id = tl.program_id(0).to(tl.int64)
+    b, head = row_id // HKV, row_id % HKV
+    first, low, high = span(cu_ptr, b, N, PACKED)
+    if MASKED:
+        mask_ptr += first if PACKED else b * N
+    k_ptr, k_n = begin(k_ptr, b, head, first, k_b, k_h, k_n, UNIT, PACKED)
+    v_ptr, v_n = begin(v_ptr, b, head, first, v_b, v_h, v_n, UNIT, PACKED)
+    start_m = tl.program_id(2) * BLOCK_M
+    m = start_m + tl.arange(0, BLOCK_M)
+    w = rows(table_ptr + row_id * (M * (D + E)), start_m, M, D, BLOCK_M, BLOCK_D)  # [M, D]
+    dmeans = rows(dtable_ptr + row_id * (M * E), start_m, M, E, BLOCK_M, BLOCK_E)  # [M, E]
+    whole = tl.load(kept_ptr + row_id * M + m, mask=m < M, other=float("inf"))
+    whole = tl.where(whole == -float("inf"), float("inf"), whole)
+    slope = tl.load(slope_ptr + row_id * M + m, mask=m < M, other=0.0)
+
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)  # offsets are of queries only
+    for start in range(low, behind_first(low, high), BLOCK_N):
+        keep = visible(mask_ptr, start + tl.arange(0, BLOCK_N), high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D)  # [N, D]
+        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+        half = half_square(k, curvature)
+        half = tl.where(keep, half, float("inf"))  # a key that is not kept has no weight
+        k = k.to(DOT)
+        products = tl.dot(w, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        weights = tl.exp2(logarithms(products, RELU) - half[None, :] - whole[:, None])
+        slopes = tl.dot(dmeans, tl.trans(v), input_precision=PRECISION) - slope[:, None]
+        slopes = chain(weights * slopes, products, RELU).to(DOT)
+        total = tl.dot(slopes, k, total, input_precision=PRECISION)
+    share = row_id * tl.num_programs(1) + tl.program_id(1)
+    put_sums(share_ptr + share * (M * (D + 1)), start_m, total, mass, M, D, BLOCK_M, BLOCK_D)

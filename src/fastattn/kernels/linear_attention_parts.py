@@ -15,7 +15,7 @@ import inspect
 import triton
 import triton.language as tl
 
-SIZES = ("H", "HKV", "G", "N", "SHARES", "DSHARES", "KEYROWS")
+SIZES = ("H", "HKV", "G", "N", "SPLITS", "SHARES", "DSHARES", "KEYROWS")
 STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "dout") for i in "bhn")
 
 
@@ -57,9 +57,14 @@ def span(cu_ptr, b, N, PACKED: tl.constexpr):
     if PACKED:
         first = tl.load(cu_ptr + b)
         length = tl.load(cu_ptr + b + 1) - first
-    per_split = tl.cdiv(tl.cdiv(length, 128), tl.num_programs(1)) * 128
-    low = tl.program_id(1) * per_split
-    return first, low, tl.minimum(low + per_split, length)
+    size = split_size(length, tl.num_programs(1))
+    low = tl.program_id(1) * size
+    return first, low, tl.minimum(low + size, length)
+
+
+@triton.jit
+def split_size(length, splits):
+    return tl.maximum(tl.cdiv(tl.cdiv(length, 128), splits), 1) * 128
 
 
 @triton.jit

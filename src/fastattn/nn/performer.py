@@ -31,7 +31,7 @@ class PerformerAttention(Recurrent):
 
     The directions are a buffer ``projection`` ``(num_features, head_dim)`` in float32, whatever
     ``dtype``, shared by the heads and saved with the module; a copy has the same. Layers differ by
-    their seeds, or by ``convert``, which numbers those of a call. ``step`` runs on the torch path.
+    their seeds, or by ``convert``, which numbers those of a call.
 
     Args:
         embed_dim ... dtype: As in ``nn.MultiheadAttention``, in the same order.

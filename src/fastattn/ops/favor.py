@@ -21,6 +21,7 @@ from fastattn import _check
 from fastattn._backend import select
 from fastattn.ops import favor_torch as torch_path
 from fastattn.ops import favor_triton as triton_path
+from fastattn.ops.favor_causal_triton import scan as triton_scan
 from fastattn.ops.favor_directions import check_scale
 from fastattn.ops.favor_directions import oprf_constant as best_constant
 from fastattn.ops.favor_torch import Features
@@ -32,11 +33,12 @@ from fastattn.ops.linear_attention import (
     linear_attention_scan_reference,
     under_autocast,
 )
+from fastattn.ops.linear_attention_triton import refusal as triton_refusal
 
 VARIANTS = ("positive", "hyperbolic", "oprf", "relu")
 BACKENDS = {
     "favor_attention": ("triton", "torch", "reference"),
-    "favor_attention_scan": ("torch", "reference"),
+    "favor_attention_scan": ("triton", "torch", "reference"),
 }
 
 
@@ -79,9 +81,8 @@ def favor_attention(
             :func:`oprf_constant` for normal inputs. Never taken from the batch.
         cu_seqlens: Boundaries of packed sequences, int32, ``(segments + 1,)``; needs b = 1 and
             s = n. A token sees only its own segment.
-        backend: "triton" (CUDA, no float64, no gradient of the projection, no second derivative;
-            causal up to 256 features, and without "relu"), "torch", "reference" (quadratic), or
-            None for the first that can run.
+        backend: "triton" (CUDA, no float64, no second derivative),
+            "torch", "reference" (quadratic), or None for the first that can run.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v, computed in float32, or float64 for float64 inputs.
@@ -100,11 +101,7 @@ def favor_attention(
         raise ValueError(f"{what} needs as many keys as queries, got n = {n} and s = {s}")
     if cu_seqlens is not None:
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
-    refusal = triton_path.refusal(q, features, causal)
-    candidates = {"triton": refusal, "torch": None, "reference": None}
-    if q.device.type == "cpu":  # where kernels are interpreted
-        candidates = {"torch": None, "triton": refusal, "reference": None}
-    run = select("favor_attention", backend, **candidates)
+    run = select("favor_attention", backend, **_candidates(q))
     paths: dict[str, Callable[..., Tensor]] = {
         "triton": triton_path.attend,
         "torch": torch_path.attend,
@@ -149,6 +146,9 @@ def favor_attention_scan(
             z, shift ``(b, h_kv, m)``, where m counts features (of "hyperbolic" twice the
             directions); for "relu" shift is None.
         variant: As in :func:`favor_attention`, likewise the rest.
+        backend: "triton" (CUDA, no float64, no second derivative; one kernel for one token
+            without gradients), "torch", "reference" (token by token), or None for the first that
+            can run.
 
     Returns:
         The outputs ``(b, h, n, e)`` in the dtype of v, and the state after the last token.
@@ -167,8 +167,9 @@ def favor_attention_scan(
     if state is not None:
         count = features.directions.shape[1]
         check_state(state, k, v, count, shifted=variant != "relu", what=f"variant {variant!r}")
-    run = select("favor_attention_scan", backend, torch=None, reference=None)
+    run = select("favor_attention_scan", backend, **_candidates(q))
     paths: dict[str, Callable[..., Any]] = {
+        "triton": triton_scan,
         "torch": torch_path.scan,
         "reference": _scan_reference,
     }
@@ -233,6 +234,14 @@ def _scan_reference(
         key_padding_mask=key_padding_mask,
     )
     return out.to(v.dtype), after
+
+
+def _candidates(q: Tensor) -> dict[str, str | None]:
+    """Why each backend refuses, in the order of preference; on a CPU, Triton is interpreted."""
+    refusal = triton_refusal(q)
+    if q.device.type == "cpu":
+        return {"torch": None, "triton": refusal, "reference": None}
+    return {"triton": refusal, "torch": None, "reference": None}
 
 
 def _features(

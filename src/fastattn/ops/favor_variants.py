@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from fastattn import _tuning
+from fastattn._launch import heads_inside
+
+LOG2E = 1.4426950408889634
 
 
 class Options(NamedTuple):
@@ -23,7 +26,10 @@ class Options(NamedTuple):
     masked: bool
     packed: bool
     unit: int
+    state: bool = False  # a scan
+    before: bool = False  # states of splits: what is before each counts, too
     backwards: bool = False  # of sums over splits
+    learned: bool = False  # the gradient of directions, instead of that of tokens
 
 
 def constants(kernel: str, options: Options) -> dict[str, Any]:
@@ -41,7 +47,10 @@ def constants(kernel: str, options: Options) -> dict[str, Any]:
         "OFFSET": options.offset,
         "MASKED": options.masked,
         "PACKED": options.packed,
+        "STATE": options.state,
+        "BEFORE": options.before,
         "BACKWARDS": options.backwards,
+        "LEARNED": options.learned,
         "PRECISION": precision,
         "DOT": getattr(tl, dot),
         **tiles(kernel, options),
@@ -50,8 +59,15 @@ def constants(kernel: str, options: Options) -> dict[str, Any]:
 
 def tiles(kernel: str, options: Options) -> dict[str, int]:
     module, name = kernel.split(".")
-    choose = _tuning.favor_causal if module.startswith("favor_causal") else _tuning.favor
-    return choose(name, options.d, options.e, options.m, options.dtype)
+    shape = (name, options.d, options.e, options.m, options.dtype)
+    if module.startswith("favor_causal"):
+        return _tuning.favor_causal(*shape, options.before)
+    return _tuning.favor(*shape)
+
+
+def to_base_2(factor: float, relu: bool) -> float:
+    """What directions are multiplied by, so that their products are logarithms to base 2."""
+    return factor if relu else factor * LOG2E
 
 
 def sizes(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
@@ -81,3 +97,36 @@ def options_of(
 def blocks_of(kernel: str, options: Options) -> int:
     """Into how many blocks the features are cut."""
     return -(-options.m // tiles(kernel, options)["BLOCK_M"])
+
+
+def backward_buffers(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    return [heads_inside(x, x.shape[3]) for x in (q, k, v)]
+
+
+def gradients_of(directions: Tensor) -> list[Tensor]:
+    """New memory for the gradients of directions and offsets."""
+    return [directions.new_empty(directions.shape), directions.new_empty(directions.shape[:2])]
+
+
+def shares_of_directions(
+    table: Tensor, rows: int, kernel: str, options: Options
+) -> tuple[Tensor, tuple[int, int, int]]:
+    """Room for what every program adds to the gradients of directions and offsets; the grid."""
+    blocks = blocks_of(kernel, options)
+    splits = _tuning.linear_attention_splits(rows * blocks, table.device)
+    shape = (rows, splits, options.m * (options.d + 1))
+    return table.new_empty(shape, dtype=torch.float32), (rows, splits, blocks)
+
+
+def add_directions(
+    shares: list[Tensor], sequences: int, h_kv: int, factor: float, options: Options
+) -> list[Tensor]:
+    """The gradients of directions (h_kv or 1, m, d) and of offsets (h_kv or 1, m)."""
+    over = (0, 2, 3) if options.own else (0, 1, 2, 3)  # sequences, key heads, their heads, splits
+    total: Any = 0
+    for x in shares:
+        heads = x.view(sequences, h_kv, -1, *x.shape[1:])
+        total = total + heads.sum(over)
+    total = total.view(h_kv if options.own else 1, -1)
+    m, d = options.m, options.d
+    return [total[:, : m * d].reshape(-1, m, d) * factor, total[:, m * d :].contiguous()]
