@@ -5,14 +5,14 @@ Importing this file imports no triton.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn import _autograd, _tuning
+from fastattn import _autograd
 from fastattn._launch import dense, launch, whole
-from fastattn.ops.favor_variants import to_base_2
+from fastattn.ops.favor_variants import Options, constants, tiles, to_base_2
 
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
@@ -24,35 +24,6 @@ _lib.define(
 def step(*arguments: Any) -> list[Tensor]:
     """The arguments of the operator, and what it returns."""
     return _autograd.call(torch.ops.fastattn.favor_step.default, _step, *arguments)
-
-
-class _StepOptions(NamedTuple):
-    dtype: torch.dtype
-    d: int
-    e: int
-    m: int
-    own: bool
-    relu: bool
-    offset: bool
-    masked: bool
-
-
-def _step_constants(kernel: str, options: _StepOptions) -> dict[str, Any]:
-    import triton.language as tl
-
-    dot, precision = _tuning.dot_type(options.dtype)
-    return {
-        "D": options.d,
-        "E": options.e,
-        "M": options.m,
-        "OWN": int(options.own),
-        "RELU": options.relu,
-        "OFFSET": options.offset,
-        "MASKED": options.masked,
-        "PRECISION": precision,
-        "DOT": getattr(tl, dot),
-        **_tuning.favor_step(options.d, options.e, options.m),
-    }
 
 
 def _step_buffers(q: Tensor, v: Tensor, kv: Tensor, z: Tensor, shift: Any) -> list[Tensor]:
@@ -91,14 +62,15 @@ def _step(
     if kv.numel() == 0:
         return buffers
     about = (directions.shape[0] > 1, curvature is None, offsets is not None, mask is not None)
+    options = Options(q.dtype, d, e, m, *about, packed=False, unit=1)
     launch(
         "favor_step.step",
-        (b * h_kv, -(-e // _tuning.favor_step(d, e, m)["BLOCK_E"]), 1),
+        (b * h_kv, -(-e // tiles("favor_step.step", options)["BLOCK_E"]), 1),
         (q, k, v, mask, directions, offsets, out, kv, z, shift, *buffers[1:3], new_shift,
          *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], h_kv, q.shape[1] // h_kv,
          to_base_2(factor, curvature is None), curvature or 0.0),
-        _StepOptions(q.dtype, d, e, m, *about),
-        _step_constants,
+        options,
+        constants,
     )  # fmt: skip
     return buffers
 

@@ -59,6 +59,8 @@ def constants(kernel: str, options: Options) -> dict[str, Any]:
 
 def tiles(kernel: str, options: Options) -> dict[str, int]:
     module, name = kernel.split(".")
+    if name == "step":
+        return _tuning.favor_step(options.d, options.e, options.m)
     shape = (name, options.d, options.e, options.m, options.dtype)
     if module.startswith("favor_causal"):
         return _tuning.favor_causal(*shape, options.before)
