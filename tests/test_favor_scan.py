@@ -129,6 +129,32 @@ def test_rows_that_see_only_a_state_of_long_keys_stay_means():
         torch.testing.assert_close(out, torch.full_like(out, 3))
 
 
+def test_a_token_without_gradients_is_one_launch(monkeypatch):
+    from fastattn.ops import favor_causal_triton, favor_states_triton, favor_step_triton
+
+    seen = []
+
+    def spy(launch):
+        return lambda kernel, *rest: (seen.append(kernel), launch(kernel, *rest))[1]
+
+    for module in (favor_causal_triton, favor_states_triton, favor_step_triton):
+        monkeypatch.setattr(module, "launch", spy(module.launch))
+    token = [x[:, :, :1] for x in CASE.inputs(torch.float32, DEVICE)]
+    with torch.no_grad():
+        kernels(*token, projection("positive"))
+    assert seen == ["favor_step.step"]
+
+
+def test_a_state_without_query_heads_is_that_of_the_torch_path():
+    q, k, v = CASE.inputs(torch.float32, DEVICE)
+    for variant in VARIANTS:
+        w = projection(variant)
+        _, got = kernels(q[:, :0], k, v, w, variant=variant)
+        _, want = favor_attention_scan(q, k, v, w, variant=variant, backend="torch")
+        for a, b in zip(sums(got), sums(want), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_prefill_and_steps_agree_in_half_precision(dtype):

@@ -325,7 +325,7 @@ def test_memory_around_the_buffers_is_neither_read_nor_left_in_the_results(causa
 
 def test_the_registered_operators_pass_opcheck():
     q, k, v = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
-    w = draw_projection(16, 8, num_heads=2).to(DEVICE)
+    w = draw_projection(16, 8, num_heads=2).to(DEVICE).mT.contiguous().mT  # not contiguous
     tests = ("test_schema", "test_faketensor")
     ops = torch.ops.fastattn
     forward = (q, k, v, None, None, w, None, 0.5, 0.25)
@@ -334,7 +334,7 @@ def test_the_registered_operators_pass_opcheck():
     backward = (torch.randn_like(kept[0]), q, k, v, *kept, None, None, w, None, 0.5, 0.25, True)
     torch.library.opcheck(ops.favor_backward.default, backward, test_utils=tests)
     masked = torch.rand(1, 20, device=DEVICE) < 0.3
-    state = (torch.rand(1, 2, 16, 8, device=DEVICE), *torch.rand(2, 1, 2, 16, device=DEVICE))
+    state = (torch.rand(1, 2, 16, 8, device=DEVICE), *torch.rand(2, 1, 16, 2, device=DEVICE).mT)
     for start in ((None,) * 3, state):
         forward = (q, k, v, masked, None, w, w.sum(-1), *start, 0.5, 0.25)
         torch.library.opcheck(ops.favor_causal_forward.default, forward, test_utils=tests)

@@ -153,6 +153,12 @@ def favor_causal_splits(programs: int, device: torch.device) -> int:
     return max(1, min(64, multiprocessors(device) // max(programs, 1)))
 
 
+def favor_causal_programs(n: int) -> int:
+    """Into how many splits n tokens are cut where their states are known: of 128 tokens, and no
+    more than the second axis of a grid holds."""
+    return min(-(-n // 128), 65535)
+
+
 @cache
 def favor_causal(
     kernel: str, d: int, e: int, m: int, dtype: torch.dtype, before: bool

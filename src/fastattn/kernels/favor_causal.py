@@ -249,6 +249,7 @@ def carry_kernel(
     share_ptr, before_ptr, weight_before_ptr, start_ptr, start_weight_ptr, end_ptr, end_weight_ptr,
     SHARES,
     E: tl.constexpr, M: tl.constexpr, STATE: tl.constexpr, BACKWARDS: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: the sum of the shares before every split, of BLOCK_M features of one head; or
@@ -266,7 +267,8 @@ def carry_kernel(
         mass = tl.zeros((BLOCK_M,), tl.float32)
     for i in range(0, SHARES):
         one = row_id * SHARES + (SHARES - 1 - i if BACKWARDS else i)
-        tl.store(before_ptr + one * M * E + at, total.to(before_ptr.dtype.element_ty), mask=exists)
+        now = rounded(total, PRECISION, DOT)
+        tl.store(before_ptr + one * M * E + at, now, mask=exists)
         put_thirds(weight_before_ptr + one * (3 * M), start_m, mass, True, M, BLOCK_M)
         share = share_ptr + one * (M * (E + 1))
         total += tl.load(share + at, mask=exists, other=0.0)

@@ -6,6 +6,8 @@ import triton.language as tl
 from fastattn.kernels.favor import put_sums, rounded, rows
 from fastattn.kernels.favor_backward import unit
 from fastattn.kernels.favor_causal import (
+    LEAST,
+    MOST,
     factors,
     key_features,
     of_queries,
@@ -27,8 +29,8 @@ from fastattn.kernels.linear_attention_parts import (
     visible,
 )
 
-LEAST_FEATURE = tl.constexpr(2.0**-100)
-MOST_FEATURE = tl.constexpr(2.0**96)
+LEAST_FEATURE = tl.constexpr(2.0**LEAST.value)
+MOST_FEATURE = tl.constexpr(2.0**MOST.value)
 
 
 @triton.jit
@@ -220,7 +222,8 @@ def dstates_kernel(
             logits = tl.dot(lifted, tl.trans(whole), logits, input_precision=PRECISION)
             weights = tl.exp2(logits)
         mass += tl.sum(weights * delta[None, :], 1)
-        total = tl.dot(weights.to(DOT), dout, total, input_precision=PRECISION)
+        weights = rounded(weights, PRECISION, DOT)
+        total = tl.dot(weights, dout, total, input_precision=PRECISION)
         ahead = column(delta_ptr, low + tl.maximum(last - turn - 1, 0) * CHUNK + i, high)
 
     share = row_id * tl.num_programs(1) + tl.program_id(1)

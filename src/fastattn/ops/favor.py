@@ -27,13 +27,13 @@ from fastattn.ops.favor_directions import oprf_constant as best_constant
 from fastattn.ops.favor_torch import Features
 from fastattn.ops.linear_attention import (
     LinearState,
+    candidates,
     check_state,
     in_full_precision,
     linear_attention_reference,
     linear_attention_scan_reference,
     under_autocast,
 )
-from fastattn.ops.linear_attention_triton import refusal as triton_refusal
 
 VARIANTS = ("positive", "hyperbolic", "oprf", "relu")
 BACKENDS = {
@@ -101,7 +101,7 @@ def favor_attention(
         raise ValueError(f"{what} needs as many keys as queries, got n = {n} and s = {s}")
     if cu_seqlens is not None:
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
-    run = select("favor_attention", backend, **_candidates(q))
+    run = select("favor_attention", backend, **candidates(q))
     paths: dict[str, Callable[..., Tensor]] = {
         "triton": triton_path.attend,
         "torch": torch_path.attend,
@@ -167,7 +167,7 @@ def favor_attention_scan(
     if state is not None:
         count = features.directions.shape[1]
         check_state(state, k, v, count, shifted=variant != "relu", what=f"variant {variant!r}")
-    run = select("favor_attention_scan", backend, **_candidates(q))
+    run = select("favor_attention_scan", backend, **candidates(q))
     paths: dict[str, Callable[..., Any]] = {
         "triton": triton_scan,
         "torch": torch_path.scan,
@@ -234,14 +234,6 @@ def _scan_reference(
         key_padding_mask=key_padding_mask,
     )
     return out.to(v.dtype), after
-
-
-def _candidates(q: Tensor) -> dict[str, str | None]:
-    """Why each backend refuses, in the order of preference; on a CPU, Triton is interpreted."""
-    refusal = triton_refusal(q)
-    if q.device.type == "cpu":
-        return {"torch": None, "triton": refusal, "reference": None}
-    return {"triton": refusal, "torch": None, "reference": None}
 
 
 def _features(

@@ -248,7 +248,7 @@ def _start(
 
 
 def _scale(shift: Tensor, new_shift: Tensor) -> Tensor:
-    """From one shift to another, within the bounds that features have; of nothing, anything."""
+    """From one shift to another, within LEAST and MOST of the kernels; of nothing, anything."""
     return (shift - new_shift).clamp(-100 / LOG2E, 96 / LOG2E).exp()
 
 
@@ -302,7 +302,7 @@ def _backward(
     sums, minus = (table.new_empty(16 * kept.numel()) for _ in range(2))
     launch(
         "favor_causal_backward.lift_queries",
-        (b * h * -(-n // tiles("favor_causal.lift_queries", options)["BLOCK_N"]), 1, 1),
+        (b * h * -(-n // tiles("favor_causal_backward.lift_queries", options)["BLOCK_N"]), 1, 1),
         (out, dout, kept, delta, sums, minus, *upstream, h, n),
         options,
         constants,

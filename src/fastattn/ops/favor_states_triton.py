@@ -18,7 +18,7 @@ from fastattn.ops.favor_variants import Options, blocks_of, constants, sizes, ti
 def programs_of(q: Tensor, cu_seqlens: Tensor | None, rows: int) -> int:
     """Into how many splits a sequence is cut, where its states are known."""
     if cu_seqlens is None:
-        return min(-(-q.shape[2] // 128), 65535)  # a grid's second axis
+        return _tuning.favor_causal_programs(q.shape[2])
     return _tuning.linear_attention_splits(rows, q.device)
 
 
@@ -51,11 +51,10 @@ class Sums(NamedTuple):
 
 def new_sums(x: Tensor, e: int, cu_seqlens: Tensor | None, table: Tensor, options: Options) -> Sums:
     m, chunk = options.m, _tuning.favor_chunk(options.d, e, options.dtype)
-    b, heads, n = x.shape[:3]
+    (b, heads, n), rows = x.shape[:3], sizes(x, x, cu_seqlens)[0]
     if cu_seqlens is None:
-        rows, chunks = b * heads, b * -(-n // chunk) * heads
+        chunks = b * -(-n // chunk) * heads
     else:
-        rows = (cu_seqlens.shape[0] - 1) * heads
         chunks = (n // chunk + cu_seqlens.shape[0]) * heads
     programs = rows * blocks_of("favor_causal.states", options)
     splits = _tuning.favor_causal_splits(programs, x.device)

@@ -89,7 +89,7 @@ def linear_attention(
     if cu_seqlens is not None:
         _check.check_cu_seqlens(cu_seqlens, b, n, q.device)
 
-    run = select("linear_attention", backend, **_candidates(q))
+    run = select("linear_attention", backend, **candidates(q))
     paths: dict[str, Callable[..., Tensor]] = {
         "torch": torch_path.attend,
         "triton": triton_path.attend,
@@ -152,7 +152,7 @@ def linear_attention_scan(
     if state is not None:
         shifted = feature_map == "exp"
         check_state(state, k, v, k.shape[3], shifted=shifted, what=f"feature_map {feature_map!r}")
-    run = select("linear_attention_scan", backend, **_candidates(q))
+    run = select("linear_attention_scan", backend, **candidates(q))
     paths: dict[str, Callable[..., Any]] = {
         "torch": torch_path.scan,
         "triton": triton_path.scan,
@@ -256,7 +256,7 @@ def linear_attention_scan_reference(
     return out.to(v.dtype), LinearState(kv, z, shift)
 
 
-def _candidates(q: Tensor) -> dict[str, str | None]:
+def candidates(q: Tensor) -> dict[str, str | None]:
     """Why each backend refuses, in the order of preference; on a CPU, Triton is interpreted."""
     refusal = triton_path.refusal(q)
     if q.device.type == "cpu":
