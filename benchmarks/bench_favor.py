@@ -1,7 +1,8 @@
 """FAVOR+ against features in torch, eager and compiled, flash-linear-attention on such features,
 and softmax attention itself.
 
-How do time, memory and error grow with n at m = 256, and with m at n = 16384?
+How do time, memory and error grow with n at m = 256, and with m at n = 16384? And what does each
+variant's error, against softmax attention, cost?
 """
 
 from functools import partial
@@ -14,8 +15,11 @@ from conftest import DEVICE
 from fastattn import ops
 
 LENGTHS = [2**i for i in range(9, 18)] if DEVICE == "cuda" else [512]
-FEATURES = [16, 64, 128, 512] if DEVICE == "cuda" else [16]
+FEATURES = [16, 64, 256, 512] if DEVICE == "cuda" else [16, 64]
+ABLATED = [16, 32, 64, 128, 256] if DEVICE == "cuda" else [16, 64]
 B, H, D, M = 4, 8, 64, 256
+N, LONG = (4096, 16384) if DEVICE == "cuda" else (512, 512)
+DEVIATION = 0.4  # of queries and keys, in the comparison of variants
 
 
 def features(q, k, w):
@@ -69,35 +73,62 @@ def rivals(causal):
     return found
 
 
-LONGEST = {"sdpa": 16384, "fla chunk": 16384, "torch": 16384, "eager": 65536}
+LONGEST = dict.fromkeys(("sdpa", "fla chunk", "torch", "eager", "compile"), 16384)
 CASES = [(causal, name) for causal in (False, True) for name in rivals(causal)]
-SIZES = [(n, M) for n in LENGTHS] + [(16384 if DEVICE == "cuda" else 512, m) for m in FEATURES]
+SIZES = [("n", n, M) for n in LENGTHS] + [("m", LONG, m) for m in FEATURES]
+PASSES = pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
-@pytest.mark.parametrize(("n", "m"), SIZES, ids=lambda x: str(x))
+def case(op, causal, rival, sweep, n, m):
+    """What names a measurement; ``sweep`` is what its table and its plot are against."""
+    return {
+        "op": f"{op} causal" if causal else op,
+        "rival": rival,
+        "sweep": sweep,
+        "shape": [B, H, n, D] if DEVICE == "cuda" else [1, 2, n, D],
+        "n": n,
+        "m": m,
+        "dtype": "bfloat16",
+    }
+
+
+@PASSES
+@pytest.mark.parametrize(("sweep", "n", "m"), SIZES, ids=lambda x: str(x))
 @pytest.mark.parametrize(("causal", "rival"), CASES)
-def bench_favor(bench, causal, rival, n, m, backward):
+def bench_favor(bench, causal, rival, sweep, n, m, backward):
     if n > LONGEST.get(rival, n):
         pytest.skip(f"{rival} is measured up to n = {LONGEST[rival]}")
-    if rival == "sdpa" and m != M:
+    if rival == "sdpa" and sweep == "m":
         pytest.skip("softmax attention has no features")
-    shape = (B, H, n, D) if DEVICE == "cuda" else (1, 2, n, D)
-    inputs = bench.inputs(shape, shape, shape)
+    about = case("favor_attention", causal, rival, sweep, n, m)
+    inputs = bench.inputs(*(about["shape"],) * 3)
     w = ops.draw_projection(m, D).to(DEVICE)
-    size = inputs[0].nbytes
     exact = partial(ops.favor_attention, projection=w, causal=causal, backend="torch")
     bench(
         rivals(causal)[rival](w),
         inputs,
         backward=backward,
         exact=None if rival == "sdpa" or n > 16384 else exact,
-        floor_bytes=size * (11 if backward else 4),  # q k v out; dout q k v dq dk dv
-        case={
-            "op": f"favor_attention m{m}{' causal' if causal else ''}",
-            "rival": rival,
-            "shape": list(shape),
-            "n": n,
-            "dtype": "bfloat16",
-        },
+        floor_bytes=inputs[0].nbytes * (11 if backward else 4),  # q k v out; dout q k v dq dk dv
+        case=about,
+    )
+
+
+@PASSES
+@pytest.mark.parametrize("m", ABLATED)
+@pytest.mark.parametrize("variant", ["positive", "hyperbolic", "oprf", "relu"])
+def bench_variants(bench, variant, m, backward):
+    """What a feature buys: the error is that of the estimate."""
+    about = case("favor_attention by variant", False, variant, "m", N, m)
+    inputs = [*(DEVIATION * x for x in bench.inputs(about["shape"], about["shape"]))]
+    inputs += bench.inputs(about["shape"])
+    w = ops.draw_projection(m, D).to(DEVICE)
+    constant = ops.oprf_constant(2 * DEVIATION**2 * D**0.5, D) if variant == "oprf" else None
+    bench(
+        partial(ops.favor_attention, projection=w, variant=variant, oprf_constant=constant),
+        inputs,
+        backward=backward,
+        exact=None if variant == "relu" or backward else F.scaled_dot_product_attention,
+        floor_bytes=inputs[0].nbytes * (11 if backward else 4),
+        case=about,
     )

@@ -41,11 +41,11 @@ def milliseconds(x: float | None) -> str:
     return "-" if x is None else f"{x:.3f}" if x < 1 else f"{x:.2f}"
 
 
-def table(entries: list[dict]) -> str:
-    """One op and pass: a row per length and rival."""
-    rows = ["| n | | ms | × | peak MiB | error | ms at 3 TB/s |", "| --- " * 7 + "|"]
-    for n in sorted({e["n"] for e in entries}):
-        here = [e for e in entries if e["n"] == n]
+def table(entries: list[dict], x: str = "n") -> str:
+    """One op and pass: a row per length, or what else x says, and rival."""
+    rows = [f"| {x} | | ms | × | peak MiB | error | ms at 3 TB/s |", "| --- " * 7 + "|"]
+    for at in sorted({e[x] for e in entries}):
+        here = [e for e in entries if e[x] == at]
         ours = next((e["ms"] for e in here if e["rival"] == OURS), None)
         for e in sorted(here, key=lambda e: (e["rival"] != OURS, e["ms"])):
             graph = f" ({milliseconds(e['graph_ms'])})" if e["graph_ms"] is not None else ""
@@ -54,7 +54,7 @@ def table(entries: list[dict]) -> str:
             wrong = "-" if e["error"] is None else f"{e['error']:.1e}"
             floor = milliseconds(e.get("floor_ms"))
             rows.append(
-                f"| {n} | {e['rival']} | {milliseconds(e['ms'])}{graph} | {ratio} | {peak} | "
+                f"| {at} | {e['rival']} | {milliseconds(e['ms'])}{graph} | {ratio} | {peak} | "
                 f"{wrong} | {floor} |"
             )
     return "\n".join(rows)
@@ -78,8 +78,8 @@ def crossover(entries: list[dict]) -> str:
     )
 
 
-def plot(entries: list[dict], path: Path) -> None:
-    """Time, memory and error against n, one line a rival."""
+def plot(entries: list[dict], path: Path, x: str = "n") -> None:
+    """Time, memory and error against n, or what else x says, one line a rival."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -91,7 +91,7 @@ def plot(entries: list[dict], path: Path) -> None:
     ):
         for rival in dict.fromkeys(e["rival"] for e in entries):
             points = sorted(
-                (e["n"], e[key]) for e in entries if e["rival"] == rival and e[key] is not None
+                (e[x], e[key]) for e in entries if e["rival"] == rival and e[key] is not None
             )
             if points:
                 width = 2.5 if rival == OURS else 1.2
@@ -99,7 +99,7 @@ def plot(entries: list[dict], path: Path) -> None:
         if axes.lines:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-        axes.set(xlabel="n", ylabel=label)
+        axes.set(xlabel=x, ylabel=label)
     panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -117,16 +117,20 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
         parts.append(f"{said}, seed {versions.get('seed')}, {entries[-1]['date']}{pinned}.\n")
         groups = defaultdict(list)
         for e in entries:
-            groups[e["op"], e["pass"]].append(e)
-        for (op, direction), group in sorted(groups.items()):
+            groups[e["op"], e["pass"], e.get("sweep", "n")].append(e)
+        for (op, direction, x), group in sorted(groups.items()):
             e = group[0]
-            shape = ", ".join("n" if i == 2 else str(x) for i, x in enumerate(e["shape"]))
-            parts.append(f"### {op}, {direction}, ({shape}), {e['dtype']}\n")
-            name = f"{device} {op} {direction}".lower().replace(" ", "-").replace("+", "-")
+            shape = ", ".join(
+                "n" if i == 2 and x == "n" else str(s) for i, s in enumerate(e["shape"])
+            )
+            features = f", m = {e['m']}" if x == "n" and "m" in e else ""
+            parts.append(f"### {op} against {x}, {direction}, ({shape}){features}, {e['dtype']}\n")
+            against = "" if x == "n" else f" against {x}"
+            name = f"{device} {op}{against} {direction}".lower().replace(" ", "-").replace("+", "-")
             pictures.mkdir(parents=True, exist_ok=True)
-            plot(group, pictures / f"{name}.png")
-            parts.append(f"![time, memory and error against n](benchmarks/{name}.png)\n")
-            parts += [crossover(group), table(group) + "\n"]
+            plot(group, pictures / f"{name}.png", x)
+            parts.append(f"![time, memory and error against {x}](benchmarks/{name}.png)\n")
+            parts += [crossover(group) if x == "n" else "", table(group, x) + "\n"]
     return "\n".join(parts)
 
 

@@ -188,6 +188,12 @@ def put_thirds(ptr, start_m, x, keep, M: tl.constexpr, BLOCK_M: tl.constexpr):
     tl.store(ptr + 2 * M + m, low.to(dtype), mask=(m < M) & keep)
 
 
+@triton.jit
+def halves(x):
+    """``[M, 2 N]`` as two of ``[M, N]``."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
 @launched
 def states_kernel(
     k_ptr, v_ptr, mask_ptr, cu_ptr, table_ptr, lifted_ptr, half_ptr,
@@ -218,27 +224,29 @@ def states_kernel(
 
     total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(low, behind_first(low, high), CHUNK):
-        here = state_at(b, start, first, N, CHUNK, PACKED) * HKV + head
-        there = start < high
-        now = rounded(total, PRECISION, DOT)
-        tl.store(state_ptr + here * (M * E) + at, now, mask=exists & there)
-        put_thirds(weight_ptr + here * (3 * M), start_m, mass, there, M, BLOCK_M)
-        n = start + tl.arange(0, CHUNK)
-        keep = visible(mask_ptr, n, high, MASKED)
-        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(DOT)  # [N, D]
-        v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
-        features = tl.dot(w, tl.trans(k), input_precision=PRECISION)  # [M, N]
+    for start in range(low, behind_first(low, high), 2 * CHUNK):
+        keep = visible(mask_ptr, start + tl.arange(0, 2 * CHUNK), high, MASKED)
+        k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(DOT)  # [2 N, D]
+        features = tl.dot(w, tl.trans(k), input_precision=PRECISION)  # [M, 2 N]
         if RELU:
             features = tl.where(features <= 0, 0.0, features)
         else:
-            half = tl.trans(sixteen(half_ptr, start, high, CHUNK))
+            half = tl.trans(sixteen(half_ptr, start, high, 2 * CHUNK))
             features = tl.exp2(bounded(tl.dot(lifted, half, features, input_precision=PRECISION)))
         if MASKED or STATE:  # else what is behind the end is in no state that is read
             features = tl.where(keep[None, :], features, 0.0)
-        mass += tl.sum(features, 1)
-        features = rounded(features, PRECISION, DOT)
-        total = tl.dot(features, v, total, input_precision=PRECISION)
+        pair = halves(features)
+        for i in tl.static_range(2):
+            begins = start + i * CHUNK
+            here = state_at(b, begins, first, N, CHUNK, PACKED) * HKV + head
+            now = rounded(total, PRECISION, DOT)
+            tl.store(state_ptr + here * (M * E) + at, now, mask=exists & (begins < high))
+            put_thirds(weight_ptr + here * (3 * M), start_m, mass, begins < high, M, BLOCK_M)
+            keep = visible(mask_ptr, begins + tl.arange(0, CHUNK), high, MASKED)
+            v = tile(v_ptr, begins, v_n, keep, E, BLOCK_E).to(DOT)  # [N, E]
+            mass += tl.sum(pair[i], 1)
+            narrow = rounded(pair[i], PRECISION, DOT)
+            total = tl.dot(narrow, v, total, input_precision=PRECISION)
 
     share = row_id * tl.num_programs(1) + tl.program_id(1)
     put_sums(share_ptr + share * (M * (E + 1)), start_m, total, mass, M, E, BLOCK_M, BLOCK_E)

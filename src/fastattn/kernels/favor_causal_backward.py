@@ -9,6 +9,7 @@ from fastattn.kernels.favor_causal import (
     LEAST,
     MOST,
     factors,
+    halves,
     key_features,
     of_queries,
     put_sixteen,
@@ -200,31 +201,34 @@ def dstates_kernel(
 
     total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
-    i = tl.arange(0, CHUNK)
-    last = tl.cdiv(high - low, CHUNK) - 1
-    ahead = column(delta_ptr, low + tl.maximum(last, 0) * CHUNK + i, high)
+    i = tl.arange(0, 2 * CHUNK)
+    last = tl.cdiv(high - low, 2 * CHUNK) - 1
+    ahead = column(delta_ptr, low + tl.maximum(last, 0) * 2 * CHUNK + i, high)
     for turn in range(0, behind_first(0, last + 1)):
-        start = low + tl.maximum(last - turn, 0) * CHUNK
-        here = state_at(b, start, first, N, CHUNK, PACKED) * H + head
-        there = start < high
-        now = rounded(total, PRECISION, DOT)
-        tl.store(state_ptr + here * (M * E) + at, now, mask=exists & there)
-        put_thirds(weight_ptr + here * (3 * M), start_m, mass, there, M, BLOCK_M)
-        n = start + i
-        q = tile(q_ptr, start, q_n, n < high, D, BLOCK_D).to(DOT)  # [N, D]
-        dout = tile(dout_ptr, start, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
-        whole = sixteen(whole_ptr, start, high, CHUNK)
+        start = low + tl.maximum(last - turn, 0) * 2 * CHUNK
+        q = tile(q_ptr, start, q_n, start + i < high, D, BLOCK_D).to(DOT)  # [2 N, D]
+        whole = sixteen(whole_ptr, start, high, 2 * CHUNK)
         delta = tl.sum(ahead, 1)
-        logits = tl.dot(w, tl.trans(q), input_precision=PRECISION)  # [M, N]
+        # for the next turn, and here: its latency is longer than what follows the last product
+        ahead = column(delta_ptr, low + tl.maximum(last - turn - 1, 0) * 2 * CHUNK + i, high)
+        logits = tl.dot(w, tl.trans(q), input_precision=PRECISION)  # [M, 2 N]
         if RELU:
             weights = tl.where(logits <= 0, 0.0, logits * over(whole)[None, :])
         else:
             logits = tl.dot(lifted, tl.trans(whole), logits, input_precision=PRECISION)
             weights = tl.exp2(logits)
-        mass += tl.sum(weights * delta[None, :], 1)
-        weights = rounded(weights, PRECISION, DOT)
-        total = tl.dot(weights, dout, total, input_precision=PRECISION)
-        ahead = column(delta_ptr, low + tl.maximum(last - turn - 1, 0) * CHUNK + i, high)
+        pair, deltas = halves(weights), halves(weights * delta[None, :])
+        for back in tl.static_range(2):
+            begins = start + (1 - back) * CHUNK
+            here = state_at(b, begins, first, N, CHUNK, PACKED) * H + head
+            now = rounded(total, PRECISION, DOT)
+            tl.store(state_ptr + here * (M * E) + at, now, mask=exists & (begins < high))
+            put_thirds(weight_ptr + here * (3 * M), start_m, mass, begins < high, M, BLOCK_M)
+            n = begins + tl.arange(0, CHUNK)
+            dout = tile(dout_ptr, begins, dout_n, n < high, E, BLOCK_E).to(DOT)  # [N, E]
+            mass += tl.sum(deltas[1 - back], 1)
+            narrow = rounded(pair[1 - back], PRECISION, DOT)
+            total = tl.dot(narrow, dout, total, input_precision=PRECISION)
 
     share = row_id * tl.num_programs(1) + tl.program_id(1)
     put_sums(share_ptr + share * (M * (E + 1)), start_m, total, mass, M, E, BLOCK_M, BLOCK_E)
