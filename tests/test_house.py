@@ -61,6 +61,7 @@ def test_lra_imports_only_public_names():
 
 def test_the_public_names():
     assert set(fastattn.__all__) == {
+        "BigBirdAttention",
         "MECHANISMS",
         "LinearAttention",
         "PerformerAttention",
@@ -70,7 +71,10 @@ def test_the_public_names():
         "revert",
     }
     assert set(fastattn.ops.__all__) == {
+        "BlockLayout",
         "LinearState",
+        "block_sparse_attention",
+        "block_sparse_attention_reference",
         "draw_projection",
         "favor_attention",
         "favor_attention_reference",
@@ -82,7 +86,7 @@ def test_the_public_names():
         "linear_attention_scan_reference",
         "oprf_constant",
     }
-    assert set(fastattn.MECHANISMS) == {"linear", "performer"}
+    assert set(fastattn.MECHANISMS) == {"linear", "performer", "bigbird"}
     for name in fastattn.__all__:
         assert hasattr(fastattn, name)
 

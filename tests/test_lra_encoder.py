@@ -81,9 +81,21 @@ def test_padding_in_every_form():
         Padding.of(torch.zeros(2, device="meta"), 4, torch.device("cpu"))
 
 
+def test_a_pattern_of_mixers_is_one_a_block_and_repeats():
+    model = make("bigbird linear", depth=4)
+    kinds = [type(block.mixer).__name__ for block in model.blocks]
+    assert kinds == ["BigBirdAttention", "LinearAttention"] * 2
+    assert [block.mixer.seed for block in model.blocks[::2]] == [0, 2]
+
+
 def test_bad_options_say_what_is_wrong():
-    with pytest.raises(ValueError, match="mixer must be one of softmax, linear"):
-        make("flash")
+    for mixer in ("flash", "", "linear flash"):
+        with pytest.raises(ValueError, match="mixer must be one of softmax, linear"):
+            make(mixer)
+    with pytest.raises(ValueError, match="depth 2 must be a multiple of the mixers"):
+        make("linear bigbird linear")
+    with pytest.raises(ValueError, match="rotary positions need the mixer softmax"):
+        make("softmax linear", "rotary")
     with pytest.raises(ValueError, match="positions must be one of"):
         make("linear", "relative")
     with pytest.raises(ValueError, match="rotary positions need the mixer softmax"):

@@ -29,8 +29,8 @@ def data(tmp_path_factory):
 
 
 def fit(data, out, *options, mixer="linear", recipe="smoke"):
-    words = f"fit --task listops --data-dir {data} --mixer {mixer} --recipe {recipe} --out {out}"
-    return main([*words.split(), *map(str, options)])
+    words = f"fit --task listops --data-dir {data} --recipe {recipe} --out {out} --mixer"
+    return main([*words.split(), mixer, *map(str, options)])
 
 
 def history(run):
@@ -83,7 +83,7 @@ def test_every_test_sample_counts_once(run, data):
     assert test["accuracy"] == right / 53
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, "bigbird linear"])
 def test_every_mixer_trains(data, tmp_path, mixer):
     assert fit(data, tmp_path / "run", "--max-steps", 5, mixer=mixer) == 0
     assert json.loads((tmp_path / "run/result.json").read_text())["fit"]["steps"] == 5

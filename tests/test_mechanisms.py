@@ -16,11 +16,24 @@ from fastattn import MECHANISMS
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH, HEADS = 24, 4
 # What a mechanism's constructor needs beside nn.MultiheadAttention's arguments.
-OPTIONS: dict[str, dict] = {"linear": {}, "performer": {"num_features": 16}}
+OPTIONS: dict[str, dict] = {
+    "linear": {},
+    "performer": {"num_features": 16},
+    "bigbird": {"block_size": 16},
+}
+# What a mechanism refuses, loudly: its own tests say how.
+REFUSES = {"bigbird": ("causal", "cross attention", "extra keys")}
+
+
+def takes(name, what):
+    return what not in REFUSES.get(name, ())
 
 
 @pytest.fixture(params=MECHANISMS)
 def name(request):
+    for mark in request.node.iter_markers("needs"):
+        if not takes(request.param, mark.args[0]):
+            pytest.skip(f"{request.param} refuses {mark.args[0]}")
     return request.param
 
 
@@ -56,19 +69,28 @@ def counter(monkeypatch, name):
     return Counter(monkeypatch, MECHANISMS[name])
 
 
-CONSTRUCTIONS = {
-    "plain": {},
-    "no bias": {"bias": False},
-    "widths": {"kdim": 10, "vdim": 14},
-    "bias_kv": {"add_bias_kv": True},
-    "zero": {"add_zero_attn": True},
-}
+needs_causal, needs_cross, needs_extra_keys = (
+    pytest.mark.needs(x) for x in ("causal", "cross attention", "extra keys")
+)
+constructions = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"bias": False}, id="no bias"),
+        pytest.param({"kdim": 10, "vdim": 14}, id="widths"),
+        pytest.param({"add_bias_kv": True}, id="bias_kv", marks=needs_extra_keys),
+        pytest.param({"add_zero_attn": True}, id="zero", marks=needs_extra_keys),
+    ],
+)
+causal_or_not = pytest.mark.parametrize(
+    "causal", [pytest.param(False, id="all"), pytest.param(True, id="causal", marks=needs_causal)]
+)
 
 
 # Parameters
 
 
-@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+@constructions
 def test_parameters_and_initial_values_are_those_of_stock(make, options):
     torch.manual_seed(3)
     stock = nn.MultiheadAttention(WIDTH, HEADS, **options)
@@ -85,7 +107,7 @@ def test_parameters_and_initial_values_are_those_of_stock(make, options):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+@constructions
 def test_a_stock_state_dict_loads_strictly_and_goes_back(make, options):
     stock, ours = nn.MultiheadAttention(WIDTH, HEADS, **options), make(WIDTH, HEADS, **options)
     ours.load_state_dict(stock.state_dict(), strict=True)
@@ -97,13 +119,14 @@ def test_a_stock_state_dict_loads_strictly_and_goes_back(make, options):
 
 
 def test_every_constructor_argument_works_by_position(name):
+    extra = takes(name, "extra keys")
     positional = MECHANISMS[name](
-        WIDTH, HEADS, 0.1, False, True, True, 10, 14, True, "cpu", torch.float64, **OPTIONS[name]
+        WIDTH, HEADS, 0.1, False, extra, extra, 10, 14, True, "cpu", torch.float64, **OPTIONS[name]
     )
     assert positional.dropout == 0.1
     assert positional.in_proj_bias is None
-    assert positional.bias_k.dtype == torch.float64
-    assert positional.add_zero_attn
+    assert positional.q_proj_weight.dtype == torch.float64
+    assert (positional.bias_k is not None) == positional.add_zero_attn == extra
     assert (positional.kdim, positional.vdim) == (10, 14)
     assert positional.batch_first
 
@@ -130,8 +153,8 @@ def test_sizes_that_do_not_fit_raise(make):
 # Values
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+@causal_or_not
+@constructions
 def test_the_weights_are_those_that_made_the_output(make, options, causal):
     ours = make(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **options)
     q, k, v = (
@@ -154,11 +177,12 @@ def test_the_weights_are_those_that_made_the_output(make, options, causal):
     torch.testing.assert_close(averaged, weights.mean(1))
 
 
-def test_layouts_agree(make):
+@pytest.mark.parametrize("n", [9, pytest.param(5, marks=needs_cross)])
+def test_layouts_agree(make, n):
     ours = make(WIDTH, HEADS, batch_first=True)
     other = make(WIDTH, HEADS)
     other.load_state_dict(ours.state_dict())
-    q, kv = tokens(2, 5), tokens(2, 9)
+    q, kv = tokens(2, n), tokens(2, 9)
     pad = torch.zeros(2, 9, dtype=torch.bool)
     pad[0, 6:] = True
     out, weights = ours(q, kv, kv, pad, True)
@@ -171,7 +195,7 @@ def test_layouts_agree(make):
     torch.testing.assert_close(single, out[0])
     torch.testing.assert_close(single_weights, weights[0])
     one_head = ours(q[0], kv[0], kv[0], pad[0], True, average_attn_weights=False)[1]
-    assert one_head.shape == (HEADS, 5, 9)
+    assert one_head.shape == (HEADS, n, 9)
 
 
 def test_the_fused_projections_equal_the_separate_ones(make):
@@ -184,8 +208,9 @@ def test_the_fused_projections_equal_the_separate_ones(make):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_reach_every_parameter(make, device):
-    ours = make(WIDTH, HEADS, batch_first=True, add_bias_kv=True, device=device)
+@pytest.mark.parametrize("extra", [False, pytest.param(True, marks=needs_extra_keys)])
+def test_gradients_reach_every_parameter(make, device, extra):
+    ours = make(WIDTH, HEADS, batch_first=True, add_bias_kv=extra, device=device)
     x = tokens(2, 6, device=device).requires_grad_()
     ours(x, x, x)[0].square().sum().backward()
     for label, parameter in ours.named_parameters():
@@ -232,6 +257,7 @@ def test_a_finite_bias_on_the_keys_is_refused(make):
 # Causality
 
 
+@needs_causal
 def test_every_way_to_say_causal_is_the_same(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 7)
@@ -249,6 +275,7 @@ def test_every_way_to_say_causal_is_the_same(make):
     assert torch.equal(ours(x, x, x, attn_mask=nothing, is_causal=True)[0], want)
 
 
+@needs_causal
 def test_causal_with_padding_equals_a_shorter_sequence(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 9)
@@ -258,6 +285,7 @@ def test_causal_with_padding_equals_a_shorter_sequence(make):
     torch.testing.assert_close(ours(x, x, x, pad, is_causal=True)[0][:, :6], short)
 
 
+@needs_causal
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
 def test_no_row_sees_the_future(make, extra):
     ours = make(WIDTH, HEADS, batch_first=True, **extra)
@@ -313,7 +341,7 @@ def test_the_hint_does_not_hide_a_mask_of_another_shape(make, mask):
 
 @pytest.mark.parametrize("cuts", [(1, 1, 1, 1, 1, 1), (4, 1, 1), (2, 4), (6,)], ids=str)
 @pytest.mark.parametrize("layout", ["batch first", "sequence first", "unbatched"])
-@pytest.mark.parametrize("options", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
+@constructions
 def test_steps_equal_a_causal_forward(make, name, options, layout, cuts):
     if not hasattr(MECHANISMS[name], "step"):
         pytest.skip(f"{name} cannot decode")
@@ -377,6 +405,7 @@ def test_an_encoder_in_eval_really_calls_it(make, counter, device, padded, norm_
     assert counter.calls == 2
 
 
+@needs_causal
 def test_an_encoder_with_a_causal_mask_is_causal(make, counter):
     model = encoder(make).eval()
     x = tokens(2, 8)
@@ -390,6 +419,8 @@ def test_an_encoder_with_a_causal_mask_is_causal(make, counter):
     assert not torch.allclose(out[:, 5:], after[:, 5:])
 
 
+@needs_causal
+@needs_cross
 def test_a_whole_transformer_really_calls_it(make, counter, name):
     from fastattn import convert
 
@@ -470,7 +501,7 @@ def test_checkpointing_gives_the_same_gradients(make, reentrant):
     torch.testing.assert_close(x.grad, want)
 
 
-@pytest.mark.parametrize("form", ["plain", "padded", "causal"])
+@pytest.mark.parametrize("form", ["plain", "padded", pytest.param("causal", marks=needs_causal)])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_it_compiles_whole(make, form, compiler):
     torch._dynamo.reset()
@@ -485,7 +516,15 @@ def test_it_compiles_whole(make, form, compiler):
 # What is no error, and what is
 
 
-@pytest.mark.parametrize(("b", "n", "s"), [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+@pytest.mark.parametrize(
+    ("b", "n", "s"),
+    [
+        (0, 4, 4),
+        (2, 0, 0),
+        pytest.param(2, 0, 4, marks=needs_cross),
+        pytest.param(2, 4, 0, marks=needs_cross),
+    ],
+)
 def test_empty_inputs_are_no_error(make, b, n, s):
     ours = make(WIDTH, HEADS, batch_first=True)
     q, kv = torch.randn(b, n, WIDTH), torch.randn(b, s, WIDTH)

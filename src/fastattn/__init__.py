@@ -6,12 +6,13 @@ neither triton nor a GPU. ``python -m fastattn.env`` says what can run here.
 
 from fastattn import ops
 from fastattn.convert import convert, revert
-from fastattn.nn import MECHANISMS, LinearAttention, PerformerAttention
+from fastattn.nn import MECHANISMS, BigBirdAttention, LinearAttention, PerformerAttention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MECHANISMS",
+    "BigBirdAttention",
     "LinearAttention",
     "PerformerAttention",
     "__version__",

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from fastattn.lra.encoder import MIXERS, POSITIONS
+from fastattn.lra.encoder import MIXERS, POSITIONS, mixers_of
 from fastattn.lra.recipes import RECIPES
 from fastattn.lra.tasks import TASKS
 
@@ -58,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     fit.set_defaults(run=_fit)
     fit.add_argument("--task", choices=TASKS, required=True)
     fit.add_argument("--data-dir", type=Path, required=True)
-    fit.add_argument("--mixer", choices=MIXERS, required=True)
+    fit.add_argument(
+        "--mixer",
+        type=_mixers,
+        required=True,
+        help=f"{', '.join(MIXERS)}; or several in one argument, one a block: 'bigbird linear'",
+    )
     fit.add_argument("--recipe", choices=RECIPES, default="smoke")
     fit.add_argument("--out", type=Path, required=True, help="run directory to write")
     fit.add_argument("--max-steps", type=int, help="cut the run off after so many steps")
@@ -78,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         help="exit with code 1 unless the accuracy is so many points above every floor",
     )
     return parser
+
+
+def _mixers(text: str) -> str:
+    try:
+        return " ".join(mixers_of(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -52,14 +52,16 @@ class Encoder(nn.Module):
     Args:
         vocabulary_size: Number of token ids.
         num_classes: Number of logits.
-        mixer: A name in ``MIXERS``.
+        mixer: A name in ``MIXERS``, or several, one a block, repeated up to ``depth``: a hybrid
+            as "bigbird linear".
         positions: "rotary" (softmax only), "sinusoidal" or "learned".
         max_length: Longest sequence that learned positions can take.
         width, depth, heads, ff: Sizes; ff is the hidden width of the feed-forward part.
         dropout: After the embedding, each mixer and each feed-forward part.
 
     Raises:
-        ValueError: An unknown mixer or positions, or rotary without softmax.
+        ValueError: An unknown mixer or positions, rotary without softmax, or a depth that is no
+            multiple of the mixers.
     """
 
     def __init__(
@@ -77,11 +79,12 @@ class Encoder(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {mixer!r}")
+        mixers = mixers_of(mixer)
+        if depth % len(mixers):
+            raise ValueError(f"depth {depth} must be a multiple of the mixers, got {mixer!r}")
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
-        if positions == "rotary" and mixer != "softmax":
+        if positions == "rotary" and set(mixers) != {"softmax"}:
             raise ValueError(f"rotary positions need the mixer softmax, got {mixer!r}")
         self.max_length = max_length
         self.positions = positions
@@ -89,8 +92,8 @@ class Encoder(nn.Module):
         self.place = nn.Embedding(max_length, width) if positions == "learned" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(_mixer(mixer, width, heads, positions, layer), width, ff, dropout)
-            for layer in range(depth)
+            Block(_mixer(name, width, heads, positions, layer), width, ff, dropout)
+            for layer, name in enumerate(mixers * (depth // len(mixers)))
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
@@ -144,6 +147,20 @@ def sinusoids(n: int, width: int, device: torch.device) -> Tensor:
     pairs = torch.arange((width + 1) // 2, device=device, dtype=torch.float32)
     angle = position * torch.exp(pairs * (-2 * math.log(10000.0) / width))
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :width]
+
+
+def mixers_of(mixer: str) -> list[str]:
+    """The names in a pattern of mixers.
+
+    Raises:
+        ValueError: One is unknown, or there is none.
+    """
+    names = mixer.split()
+    if not names or not set(names) <= set(MIXERS):
+        raise ValueError(
+            f"mixer must be one of {', '.join(MIXERS)}, or several, one a block, got {mixer!r}"
+        )
+    return names
 
 
 def _mixer(name: str, width: int, heads: int, positions: str, layer: int) -> nn.Module:

@@ -54,7 +54,7 @@ def fit(
         task_name: A key of ``fastattn.lra.tasks.TASKS``.
         data_dir: The public files of the task.
         recipe: Every number of the run.
-        mixer: A name in ``fastattn.lra.encoder.MIXERS``.
+        mixer: A name in ``fastattn.lra.encoder.MIXERS``, or several, one a block.
         out: The run directory; must be new, unless ``resume``.
         workers: Loader processes; None means one per core, at most 8, and none on two cores.
         resume: Go on from ``out/checkpoints/last.ckpt``.

@@ -25,7 +25,7 @@ class Classifier(lightning.LightningModule):
     Args:
         task: Where the data comes from.
         recipe: Every number of the run.
-        mixer: A name in ``fastattn.lra.encoder.MIXERS``.
+        mixer: A name in ``fastattn.lra.encoder.MIXERS``, or several, one a block.
         splits: ``{"train": ..., "val": ...}``.
         workers: Loader processes.
     """

@@ -1,5 +1,6 @@
 """The mechanisms as modules; a new one is one file here and one line in ``MECHANISMS``."""
 
+from fastattn.nn.bigbird import BigBirdAttention
 from fastattn.nn.linear import LinearAttention
 from fastattn.nn.multihead import MultiHead
 from fastattn.nn.performer import PerformerAttention, redraw_projections
@@ -7,10 +8,12 @@ from fastattn.nn.performer import PerformerAttention, redraw_projections
 MECHANISMS: dict[str, type[MultiHead]] = {
     "linear": LinearAttention,
     "performer": PerformerAttention,
+    "bigbird": BigBirdAttention,
 }
 
 __all__ = [
     "MECHANISMS",
+    "BigBirdAttention",
     "LinearAttention",
     "MultiHead",
     "PerformerAttention",

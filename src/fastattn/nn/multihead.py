@@ -30,6 +30,7 @@ class MultiHead(nn.MultiheadAttention):
     causal: bool
     _layer = 0  # convert numbers the modules of a model
     _own_state: tuple[str, ...] = ()  # in the state dict, not in stock's
+    _drops_weights = False  # whether _attend applies dropout, to the weights
 
     def __init__(
         self,
@@ -163,7 +164,9 @@ class MultiHead(nn.MultiheadAttention):
 
         out = self._attend(q, k, v, causal=causal, key_padding_mask=ignored)
         skip = self._extra_keys if causal else 0  # the queries that only carry the extra keys
-        out = F.dropout(out[:, :, skip:], self.dropout, self.training)
+        out = out[:, :, skip:]
+        if not self._drops_weights:
+            out = F.dropout(out, self.dropout, self.training)
         out = self.out_proj(self._merge(out, batched))
         if not need_weights:
             return out, None

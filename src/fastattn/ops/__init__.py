@@ -1,5 +1,10 @@
 """The functional API: every tensor is ``(b, h, n, d)``, every op takes ``backend=None``."""
 
+from fastattn.ops.block_sparse import (
+    block_sparse_attention,
+    block_sparse_attention_reference,
+)
+from fastattn.ops.block_sparse_layout import BlockLayout
 from fastattn.ops.favor import (
     favor_attention,
     favor_attention_reference,
@@ -15,7 +20,10 @@ from fastattn.ops.linear_attention import (
 )
 
 __all__ = [
+    "BlockLayout",
     "LinearState",
+    "block_sparse_attention",
+    "block_sparse_attention_reference",
     "draw_projection",
     "favor_attention",
     "favor_attention_reference",
