@@ -24,6 +24,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.bool: "*i1",
 }
 CAPABILITIES = (80, 90, 100)
@@ -204,7 +205,44 @@ def favor_calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
-FAMILIES = {"linear_attention": linear_attention_calls, "favor": favor_calls}
+def block_sparse_calls() -> dict[str, Callable[[], object]]:
+    """Forward and backward at the block sizes, widths, dtypes and forms that differ."""
+    from fastattn.ops import BlockLayout
+    from fastattn.ops import block_sparse_triton as path
+
+    def call(size, d, dtype, everything=False, causal=False):
+        n = 20 * size
+        q, k, v = (torch.zeros(2, n, h, d, dtype=dtype).transpose(1, 2) for h in (8, 4, 4))
+        mask = torch.eye(20, dtype=torch.bool)
+        mask[-1] = mask[:, 0] = True  # long enough to be cut
+        weight = torch.zeros(20, 20) if everything else None
+        layout = BlockLayout.from_dense(mask, size, log_weight=weight, causal=causal)
+        about = (None,) * 3
+        if everything:
+            hidden = torch.zeros(2, n, dtype=torch.bool)
+            about = (hidden, torch.tensor([n, n], dtype=torch.int32), torch.tensor(1))
+        rows, columns = (layout.tables(q.device, columns=x) for x in (False, True))
+        numbers = (size, causal, 0.125, 0.1 if everything else 0.0)
+        out, lse = path._forward(q, k, v, *about, *rows, *numbers)
+        path._backward(out, q, k, v, out, lse, *about, *rows, *columns, *numbers)
+
+    calls = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size in (16, 32, 64, 128):
+            for d in (16, 64, 128, 256):
+                name = f"{str(dtype)[6:]} d{d} block{size}"
+                calls[name] = lambda a=(size, d, dtype): call(*a)
+    bf16 = torch.bfloat16
+    calls["bfloat16 causal"] = lambda: call(64, 64, bf16, causal=True)
+    calls["bfloat16 everything"] = lambda: call(64, 64, bf16, everything=True)
+    return calls
+
+
+FAMILIES = {
+    "linear_attention": linear_attention_calls,
+    "favor": favor_calls,
+    "block_sparse": block_sparse_calls,
+}
 
 
 def main() -> None:

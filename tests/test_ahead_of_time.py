@@ -98,3 +98,20 @@ def test_favor_compiles_for_every_generation():
         "step_kernel",
     }
     tuned_as_measured(found, "bfloat16 d64", FAVOR_SPILLS)
+
+
+@pytest.mark.slow
+def test_block_sparse_compiles_for_every_generation():
+    found = compiled(
+        "block_sparse",
+        *("bfloat16 d64 block64", "bfloat16 d64 block128", "float32 d64 block64", "d256 block16"),
+        *("causal", "everything"),
+    )
+    assert {f["kernel"] for f in found} == {
+        "attend_kernel",
+        "merge_kernel",
+        "grad_queries_kernel",
+        "grad_keys_kernel",
+        "add_kernel",
+    }
+    tuned_as_measured(found, "bfloat16 d64", {})

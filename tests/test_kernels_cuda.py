@@ -25,7 +25,25 @@ def favor(causal, backend="triton"):
     return call
 
 
-every_op = pytest.mark.parametrize("op", [linear, favor], ids=["linear_attention", "favor"])
+def layout_of(n, causal):
+    if causal:
+        return ops.BlockLayout.sliding_window(n, causal=True)
+    return ops.BlockLayout.bigbird(n)
+
+
+def block_sparse(causal, backend="triton"):
+    """With a layout for the length that it is called with."""
+
+    def call(q, k, v):
+        layout = layout_of(q.shape[2], causal)
+        return ops.block_sparse_attention(q, k, v, layout, backend=backend)
+
+    return call
+
+
+every_op = pytest.mark.parametrize(
+    "op", [linear, favor, block_sparse], ids=["linear_attention", "favor", "block_sparse"]
+)
 forms = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 
 
@@ -54,6 +72,9 @@ def test_a_cuda_graph_replays_forward_and_backward(op, causal):
     run = op(causal)
     if op is favor:
         run = partial(ops.favor_attention, projection=w, causal=causal, backend="triton")
+    elif op is block_sparse:  # its lists are made once
+        layout = layout_of(300, causal)
+        run = partial(ops.block_sparse_attention, layout=layout, backend="triton")
 
     def step():
         out = run(*leaves)

@@ -17,8 +17,13 @@ def apply(function: type[Function], *arguments: Any) -> Any:
     """``function.apply(*arguments)``, for a function with ``setup_context`` and no defaults.
 
     ``Function.apply`` inspects the Python signature first, to fill in defaults: 30 µs a call. The
-    compiler and ``torch.func`` have their own ways and keep them.
+    compiler and ``torch.func`` have their own ways and keep them; but where nothing needs a
+    gradient the compiler would give ``forward`` a context that it does not take.
     """
+    if torch.compiler.is_compiling() and not any(
+        isinstance(x, Tensor) and x.requires_grad for x in arguments
+    ):
+        return function.forward(*arguments)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(Function, function).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]

@@ -207,6 +207,34 @@ def favor_step(d: int, e: int, m: int) -> dict[str, int]:
     }
 
 
+def block_sparse_part(rows: int) -> int:
+    """Entries up to which a list of a block-sparse pattern is one program's; others are cut."""
+    return min(64, max(16, -(-rows // 32)))
+
+
+@cache
+def block_sparse(kernel: str, d: int, e: int, size: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of a block-sparse kernel: "attend", "merge", "grad_queries", "grad_keys" or "add".
+
+    Not measured yet.
+    """
+    block_d, block_e = _block(d), _block(e)
+    wide = max(block_d, block_e) > 64
+    tokens, warps, stages = min(size, 64), 4, 3
+    if wide:
+        tokens, warps, stages = min(size, 32 if kernel == "grad_keys" else 64), 8, 2
+    if dtype == torch.float32:  # exact products run outside the tensor cores, in registers
+        tokens, warps, stages = min(tokens, 16 if wide else 32), 8, 2
+    return {
+        "BLOCK_Q": tokens,
+        "BLOCK_K": tokens,
+        "BLOCK_D": block_d,
+        "BLOCK_E": block_e,
+        "num_warps": warps,
+        "num_stages": 1 if kernel in ("merge", "add") else stages,
+    }
+
+
 def dot_type(dtype: torch.dtype) -> tuple[str, str]:
     """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
 
@@ -216,3 +244,10 @@ def dot_type(dtype: torch.dtype) -> tuple[str, str]:
     if dtype == torch.bfloat16:
         return "bfloat16", "tf32"
     return "float32", "ieee" if dtype == torch.float32 else "tf32"
+
+
+def block_sparse_dot_type(dtype: torch.dtype) -> tuple[str, str]:
+    """As :func:`dot_type`, for weights of a softmax, which float16 holds."""
+    if dtype == torch.float16:
+        return "float16", "tf32"
+    return dot_type(dtype)

@@ -15,8 +15,10 @@ import inspect
 import triton
 import triton.language as tl
 
-SIZES = ("H", "HKV", "G", "N", "SPLITS", "SHARES", "DSHARES", "KEYROWS")
+SIZES = ("H", "HKV", "G", "N", "S", "SPLITS", "SHARES", "DSHARES", "KEYROWS")
+SIZES += ("ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H", "FIRST")
 STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "dout") for i in "bhn")
+WIDE = (*STRIDES, "THRESHOLD")
 
 
 def launched(function):
@@ -24,9 +26,9 @@ def launched(function):
 
     So there is one compiled variant for all of them.
     """
-    names = [name for name in inspect.signature(function).parameters if name in SIZES + STRIDES]
+    names = [name for name in inspect.signature(function).parameters if name in SIZES + WIDE]
     for name in names:
-        function.__annotations__[name] = tl.int64 if name in STRIDES else tl.int32
+        function.__annotations__[name] = tl.int64 if name in WIDE else tl.int32
     return triton.jit(function, do_not_specialize=names)
 
 

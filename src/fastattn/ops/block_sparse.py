@@ -13,13 +13,14 @@ from torch import Tensor
 from fastattn import _check
 from fastattn._backend import select
 from fastattn.ops import block_sparse_torch as torch_path
+from fastattn.ops import block_sparse_triton as triton_path
 from fastattn.ops.block_sparse_layout import BlockLayout
 from fastattn.ops.block_sparse_lists import to_mask
 from fastattn.ops.favor_directions import check_scale
-from fastattn.ops.linear_attention import in_full_precision, under_autocast
+from fastattn.ops.linear_attention import candidates, in_full_precision, under_autocast
 from fastattn.ops.philox import kept, seed_of
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("triton", "torch", "reference")
 
 
 class _Call(NamedTuple):
@@ -65,7 +66,8 @@ def block_sparse_attention(
             weights are dropped, forward and backward, on every backend. None draws it from
             PyTorch's generator.
         scale: On the logits q·k, positive; None means d^-0.5.
-        backend: "torch", "reference" (quadratic), or None for the first that can run.
+        backend: "triton" (CUDA, no float64, no second derivative), "torch", "reference"
+            (quadratic), or None for the first that can run.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v, computed in float32, or float64 for float64 inputs.
@@ -77,8 +79,12 @@ def block_sparse_attention(
     """
     q, k, v = under_autocast(q, k, v)
     call = _check_inputs(q, k, v, layout, key_padding_mask, lengths, scale, dropout_p, seed)
-    run = select("block_sparse_attention", backend, torch=None, reference=None)
-    paths: dict[str, Callable[..., Tensor]] = {"torch": torch_path.attend, "reference": _reference}
+    run = select("block_sparse_attention", backend, **candidates(q))
+    paths: dict[str, Callable[..., Tensor]] = {
+        "triton": triton_path.attend,
+        "torch": torch_path.attend,
+        "reference": _reference,
+    }
     with in_full_precision(q.device.type):
         return paths[run](q, k, v, *call)
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from fastattn import _check
-from fastattn.ops.block_sparse_lists import Lists, from_entries, from_mask, to_mask
+from fastattn.ops.block_sparse_lists import (
+    Lists,
+    Tables,
+    from_entries,
+    from_mask,
+    tables_of,
+    to_mask,
+)
 from fastattn.ops.block_sparse_plans import PLANS, draw_published, draw_uniform
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -54,7 +61,7 @@ class BlockLayout:
     causal: bool
     seq_len: int | None = None  # of a recipe
     recipe: Recipe | None = None
-    _explicit: Lists | None = None  # of what is no recipe
+    _explicit: tuple[Lists, Lists] | None = None  # by row and by column, unless of a recipe
     _found: dict[Any, Any] = field(default_factory=dict)  # lists, by device and what they are of
 
     @classmethod
@@ -197,7 +204,7 @@ class BlockLayout:
             raise ValueError("causal=True, but mask has blocks behind the diagonal: clear them")
         heads = mask if mask.dim() == 3 else mask.unsqueeze(0)
         weights = None if log_weight is None else log_weight.view(heads.shape)
-        lists = from_mask(heads, weights)
+        lists = _both(heads, weights)
         shape = heads.shape[1], heads.shape[2]
         return cls(block_size, len(heads), shape, causal, _explicit=lists)
 
@@ -225,10 +232,19 @@ class BlockLayout:
             if self._explicit is None:
                 whole = torch.full((1,), self.shape[0], dtype=torch.int64, device=device)
                 self._found[key] = _evaluate(self, whole, columns)
-            elif columns:
-                self._found[key] = self.lists(device).transposed(self.shape[1])
             else:
-                self._found[key] = self._explicit.to(device)
+                self._found[key] = self._explicit[columns].to(device)
+        return self._found[key]
+
+    def tables(
+        self, device: torch.device, lengths: Tensor | None = None, *, columns: bool = False
+    ) -> Tables:
+        """What kernels read of :meth:`lists`."""
+        if lengths is not None and self._explicit is None:
+            return tables_of(self.lists(device, lengths, columns=columns))
+        key = device, columns, "tables"
+        if key not in self._found:
+            self._found[key] = tables_of(self.lists(device, columns=columns))
         return self._found[key]
 
     def to_dense(self) -> Tensor:
@@ -240,7 +256,7 @@ class BlockLayout:
         return to_mask(self._rows(), self.shape[1])[0]
 
     def _rows(self) -> Lists:
-        device = torch.device("cpu") if self._explicit is None else self._explicit.starts.device
+        device = torch.device("cpu") if self._explicit is None else self._explicit[0].starts.device
         return self.lists(device)
 
     @property
@@ -369,15 +385,22 @@ def _evaluate(layout: BlockLayout, lengths: Tensor, columns: bool) -> Lists:
     absent = torch.cat([absent.expand(seen.shape).flatten(2), beyond.flatten(2)], -1)
     if columns:
         rows, blocks = blocks, rows
-    return from_entries(rows, blocks, absent, n, n)
+    return from_entries(rows, blocks, absent, n, is_global & (row < length), count)
 
 
-def _published(recipe: Recipe, seq_len: int, block_size: int, num_heads: int) -> Lists:
+def _both(mask: Tensor, log_weight: Tensor | None) -> tuple[Lists, Lists]:
+    turned = None if log_weight is None else log_weight.mT
+    return from_mask(mask, log_weight), from_mask(mask.mT, turned)
+
+
+def _published(
+    recipe: Recipe, seq_len: int, block_size: int, num_heads: int
+) -> tuple[Lists, Lists]:
     """The lists of a published plan: the set of global and window blocks, and what it draws."""
     n, r = seq_len // block_size, recipe.num_random
     times = torch.zeros(num_heads, n, n, dtype=torch.float64)
     if recipe.plan.startswith("hf") and n <= 5 + 2 * r:
-        return from_mask(times == 0, None)
+        return _both(times == 0, None)
     index = torch.arange(n)
     edges = (index == 0) | (index == n - 1)
     near = (index[:, None] - index).abs() <= 1
@@ -386,4 +409,4 @@ def _published(recipe: Recipe, seq_len: int, block_size: int, num_heads: int) ->
     if r and n > 2:
         blocks = torch.tensor(drawn)  # (h, n - 2, r)
         times[:, 1:-1].scatter_add_(2, blocks, torch.ones(blocks.shape, dtype=times.dtype))
-    return from_mask(times > 0, times.log() if bool((times > 1).any()) else None)
+    return _both(times > 0, times.log() if bool((times > 1).any()) else None)

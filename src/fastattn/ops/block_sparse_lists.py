@@ -9,7 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from fastattn import _tuning
+
+LOG2E = 1.4426950408889634
 
 
 class Lists(NamedTuple):
@@ -20,15 +25,21 @@ class Lists(NamedTuple):
             1, or the heads.
         blocks: ``(p, h, room)`` int32; behind the last entry anything.
         log_weight: ``(p, h, room)`` float64, added to the logits of a block; or None.
+        long: ``(p, h, rows)`` bool: rows that kernels cut into parts of ``limit`` entries. Of a
+            head there are at most ``cuts``, and they have at most ``parts`` parts.
     """
 
     starts: Tensor
     blocks: Tensor
-    log_weight: Tensor | None = None
+    log_weight: Tensor | None
+    long: Tensor
+    limit: int
+    cuts: int
+    parts: int
 
     def to(self, device: torch.device) -> Lists:
-        weights = None if self.log_weight is None else self.log_weight.to(device)
-        return Lists(self.starts.to(device), self.blocks.to(device), weights)
+        moved = (x.to(device) if isinstance(x, Tensor) else x for x in self)
+        return Lists(*moved)  # type: ignore[arg-type]
 
     def rows(self) -> Tensor:
         """``(p, h, room)`` int64: of which row an entry is; of none, behind the last."""
@@ -36,35 +47,29 @@ class Lists(NamedTuple):
         places = places.expand(self.blocks.shape).contiguous()
         return torch.searchsorted(self.starts.long(), places, right=True) - 1
 
-    def transposed(self, columns: int) -> Lists:
-        """The same entries by column."""
-        count = self.starts.shape[2] - 1
-        rows = self.rows()
-        return from_entries(
-            self.blocks.long(), rows, rows >= count, columns, count, self.log_weight
-        )
-
 
 def from_entries(
-    rows: Tensor,
-    blocks: Tensor,
-    absent: Tensor,
-    count: int,
-    columns: int,
-    log_weight: Tensor | None = None,
+    rows: Tensor, blocks: Tensor, absent: Tensor, count: int, long: Tensor, cuts: int
 ) -> Lists:
-    """Lists of what stands in any order: ``(p, h, room)`` int64 each, and which do not exist."""
-    none = count * columns
-    key = torch.where(absent, none, rows * columns + blocks)
-    key, order = key.sort(-1)
-    ends = torch.arange(count + 1, device=key.device) * columns
+    """Lists of a square pattern from what stands in any order.
+
+    Args:
+        rows, blocks: ``(p, h, room)`` int64.
+        absent: ``(p, h, room)`` bool: entries that do not exist.
+        count: How many rows, and how many blocks.
+        long: ``(p, rows)`` bool: rows that may see all blocks, at most ``cuts``.
+    """
+    key = torch.where(absent, count * count, rows * count + blocks).sort(-1)[0]
+    ends = torch.arange(count + 1, device=key.device) * count
     starts = torch.searchsorted(key, ends.expand(*key.shape[:2], -1).contiguous())
-    weights = None if log_weight is None else log_weight.gather(-1, order)
-    return Lists(starts.int(), (key % max(columns, 1)).int(), weights)
+    limit = _tuning.block_sparse_part(count)
+    long = long.unsqueeze(1).expand(*key.shape[:2], -1)
+    parts = cuts * -(-count // limit)
+    return Lists(starts.int(), (key % count).int(), None, long, limit, cuts, parts)
 
 
 def from_mask(mask: Tensor, log_weight: Tensor | None) -> Lists:
-    """Lists of ``(h, rows, columns)`` bool; reads it once."""
+    """Lists of ``(h, rows, columns)`` bool; reads it, and what is to be cut."""
     heads, count, _ = mask.shape
     per_row = mask.sum(-1)  # (h, rows)
     starts = torch.cat([per_row.new_zeros(heads, 1), per_row.cumsum(-1)], -1)
@@ -78,7 +83,12 @@ def from_mask(mask: Tensor, log_weight: Tensor | None) -> Lists:
         weights = torch.zeros(heads, room, dtype=torch.float64, device=mask.device)
         weights[~absent] = log_weight[head, row, column].double()
         weights = weights.unsqueeze(0)
-    return Lists(starts.int().unsqueeze(0), blocks.unsqueeze(0), weights)
+    limit = max(_tuning.block_sparse_part(count), 2 * -(-room // max(count, 1)))
+    long = per_row > limit
+    parts = torch.where(long, (per_row + limit - 1) // limit, 0).sum(-1)
+    cuts, most = (int(x.max()) if count else 0 for x in (long.sum(-1), parts))
+    starts, blocks, long = (x.unsqueeze(0) for x in (starts.int(), blocks, long))
+    return Lists(starts, blocks, weights, long, limit, cuts, most)
 
 
 def to_mask(lists: Lists, columns: int) -> Tensor:
@@ -107,6 +117,55 @@ class Items(NamedTuple):
     start: Tensor
     length: Tensor
     first: Tensor
+
+
+class Tables(NamedTuple):
+    """What a kernel reads of lists; see ``kernels.block_sparse``.
+
+    Attributes:
+        blocks: ``(p, h, room)`` int32.
+        weight: ``(p, h, room)`` float32, to base 2; or None.
+        items: ``(5, p, h, items)`` int32.
+        merges: ``(3, p, h, cuts)`` int32.
+        parts: How many slots a head needs.
+    """
+
+    blocks: Tensor
+    weight: Tensor | None
+    items: Tensor
+    merges: Tensor
+    parts: int
+
+
+def tables_of(lists: Lists) -> Tables:
+    """Parts of long rows, of ``limit`` entries; every other row is one part."""
+    starts, rows = lists.starts.long(), lists.starts.shape[2] - 1
+    lengths = starts.diff(dim=-1)
+    each = torch.where(lists.long, (lengths + lists.limit - 1) // lists.limit, 1).clamp(min=1)
+    cut = each > 1  # (p, h, rows)
+    first = F.pad(each.cumsum(-1), (1, 0))  # the first item of every row
+    slots = torch.where(cut, each, 0).cumsum(-1)
+    room = rows + lists.parts
+    place = torch.arange(room, device=starts.device).expand(*each.shape[:2], room).contiguous()
+    row = torch.searchsorted(first, place, right=True) - 1
+    real = row.clamp(max=max(rows - 1, 0))
+    part = place - first.gather(-1, real)
+    begin = starts.gather(-1, real) + part * lists.limit
+    count = starts.gather(-1, real + 1) - begin
+    is_cut = cut.gather(-1, real)
+    count = torch.where(is_cut, count.clamp(max=lists.limit), count)
+    slot = torch.where(is_cut, (slots - each).gather(-1, real) + part, -1)
+    there = row < rows
+    count, slot = torch.where(there, count, 0), torch.where(there, slot, -1)
+    items = torch.stack([row, begin, count, slot, (part == 0).long()]).int()
+
+    rank = torch.where(cut, cut.cumsum(-1) - 1, lists.cuts)
+    merges = rank.new_zeros(3, *rank.shape[:2], lists.cuts + 1)
+    merges[0] = rows  # behind the last
+    about = (torch.arange(rows, device=rank.device).expand(rank.shape), slots - each, each)
+    merges.scatter_(-1, rank.expand(3, -1, -1, -1), torch.stack(about))
+    weight = None if lists.log_weight is None else (lists.log_weight * LOG2E).float()
+    return Tables(lists.blocks, weight, items, merges[..., :-1].int().contiguous(), lists.parts)
 
 
 def items_of(lists: Lists, most: int) -> Items:

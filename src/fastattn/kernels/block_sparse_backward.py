@@ -1,0 +1,203 @@
+"""Block-sparse attention, backward; letters, tables and the way of a part are in ``block_sparse``.
+
+    grad_queries   as attend: dq of a part, and δ = dout·out of its rows
+    grad_keys      a tile of keys meets the blocks of queries that see it: dk and dv of a part
+    add            adds the parts of a row, or of a column, that was cut, in their order
+
+With p the weights and dp = dout·v, a logit's gradient is p (dp - δ). Nothing is added atomically:
+dk and dv are made from lists by column.
+"""
+
+import triton.language as tl
+
+from fastattn.kernels.block_sparse import (
+    entry_at,
+    get_part,
+    part_at,
+    pattern,
+    put_part,
+    seen_keys,
+    stays,
+)
+from fastattn.kernels.linear_attention_parts import begin, behind_first, launched, put, tile
+
+
+@launched
+def grad_queries_kernel(
+    q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, share_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
+    H, G, N, S, KEYROWS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    scale, slope, keep_scale,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
+    MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    SUBS: tl.constexpr = SIZE // BLOCK_Q
+    SUBS_K: tl.constexpr = SIZE // BLOCK_K
+    pid = tl.program_id(0)
+    row_id = (pid % KEYROWS).to(tl.int64)
+    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    b, head = row_id // H, row_id % H
+    which = pattern(b, head, TABLE_B, TABLE_H)
+    row, first, count, slot = part_at(items_ptr, which, item, ITEMS, PLANE)
+    blocks_ptr += which * ROOM + first
+    if WEIGHTED:
+        weight_ptr += which * ROOM + first
+    if MASKED:
+        hidden_ptr += b * S
+    q_ptr, q_n = begin(q_ptr, b, head, 0, q_b, q_h, q_n, UNIT, False)
+    k_ptr, k_n = begin(k_ptr, b, head // G, 0, k_b, k_h, k_n, UNIT, False)
+    v_ptr, v_n = begin(v_ptr, b, head // G, 0, v_b, v_h, v_n, UNIT, False)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, 0, dout_b, dout_h, dout_n, UNIT, False)
+    out_n, dq_n = H.to(tl.int64) * E, H.to(tl.int64) * D
+    out_ptr += b * N * out_n + head * E
+    dq_ptr += b * N * dq_n + head * D
+    start = row * SIZE + sub * BLOCK_Q
+    i = start + tl.arange(0, BLOCK_Q)
+    end = N
+    if LENGTHS:
+        end = tl.load(lens_ptr + b)
+    inner = (i < N) & (i < end)
+    q = tile(q_ptr, start, q_n, inner, D, BLOCK_D).to(DOT)  # [Q, D]
+    dout = tile(dout_ptr, start, dout_n, inner, E, BLOCK_E)  # [Q, E]
+    out = tile(out_ptr, start, out_n, inner, E, BLOCK_E)
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    dout = dout.to(DOT)
+    whole = tl.load(lse_ptr + row_id * N + i, mask=i < N, other=float("inf"))
+    dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    for turn in range(0, behind_first(0, count * SUBS_K)):
+        there = turn < count * SUBS_K
+        entry, sub_k = turn // SUBS_K, turn % SUBS_K
+        start_j, weight = entry_at(
+            blocks_ptr, weight_ptr, entry, there, SIZE, BLOCK_K, sub_k, WEIGHTED
+        )
+        j = start_j + tl.arange(0, BLOCK_K)
+        keep = seen_keys(hidden_ptr, j, S, there, MASKED)
+        k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
+        v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
+        logits = logits * scale + tl.where(keep, weight, -float("inf"))[None, :]
+        if CAUSAL:
+            logits = tl.where(i[:, None] >= j[None, :], logits, -float("inf"))
+        weights = tl.exp2(logits - whole[:, None])
+        slopes = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        if DROPS:
+            stay = stays(seed_ptr, b, head, start, start_j, THRESHOLD, BLOCK_Q, BLOCK_K)
+            slopes = tl.where(stay, slopes * keep_scale, 0.0)
+        slopes = weights * (slopes - delta[:, None])
+        dq = tl.dot(slopes.to(DOT), k, dq, input_precision=PRECISION)
+    put(dq_ptr, start, dq_n, (i < N) & (slot < 0), dq * slope, D, BLOCK_D)
+    share_ptr += row_id * SHARES * (SIZE * D)
+    put_part(share_ptr, slot, dq, 0, sub, SIZE, BLOCK_Q, D, BLOCK_D, D)
+    leads = tl.load(items_ptr + 4 * tl.cast(PLANE, tl.int64) + which * ITEMS + item) != 0
+    tl.store(delta_ptr + row_id * N + i, delta, mask=(i < N) & leads)
+
+
+@launched
+def grad_keys_kernel(
+    q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
+    dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, share_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
+    H, G, N, S, KEYROWS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    scale, slope, keep_scale,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
+    MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of what one query head adds; tables are by column."""
+    SUBS: tl.constexpr = SIZE // BLOCK_K
+    SUBS_Q: tl.constexpr = SIZE // BLOCK_Q
+    pid = tl.program_id(0)
+    row_id = (pid % KEYROWS).to(tl.int64)
+    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    b, head = row_id // H, row_id % H
+    which = pattern(b, head, TABLE_B, TABLE_H)
+    column, first, count, slot = part_at(items_ptr, which, item, ITEMS, PLANE)
+    blocks_ptr += which * ROOM + first
+    if WEIGHTED:
+        weight_ptr += which * ROOM + first
+    if MASKED:
+        hidden_ptr += b * S
+    q_ptr, q_n = begin(q_ptr, b, head, 0, q_b, q_h, q_n, UNIT, False)
+    k_ptr, k_n = begin(k_ptr, b, head // G, 0, k_b, k_h, k_n, UNIT, False)
+    v_ptr, v_n = begin(v_ptr, b, head // G, 0, v_b, v_h, v_n, UNIT, False)
+    dout_ptr, dout_n = begin(dout_ptr, b, head, 0, dout_b, dout_h, dout_n, UNIT, False)
+    dk_n, dv_n = H.to(tl.int64) * D, H.to(tl.int64) * E
+    dk_ptr += b * S * dk_n + head * D
+    dv_ptr += b * S * dv_n + head * E
+    start = column * SIZE + sub * BLOCK_K
+    j = start + tl.arange(0, BLOCK_K)
+    keep = seen_keys(hidden_ptr, j, S, True, MASKED)
+    end = N
+    if LENGTHS:
+        end = tl.load(lens_ptr + b)
+    k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
+    v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
+    lse_ptr += row_id * N
+    delta_ptr += row_id * N
+    dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
+    for turn in range(0, behind_first(0, count * SUBS_Q)):
+        there = turn < count * SUBS_Q
+        entry, sub_q = turn // SUBS_Q, turn % SUBS_Q
+        start_i, weight = entry_at(
+            blocks_ptr, weight_ptr, entry, there, SIZE, BLOCK_Q, sub_q, WEIGHTED
+        )
+        i = start_i + tl.arange(0, BLOCK_Q)
+        inner = (i < N) & (i < end) & there
+        q = tile(q_ptr, start_i, q_n, inner, D, BLOCK_D).to(DOT)  # [Q, D]
+        dout = tile(dout_ptr, start_i, dout_n, inner, E, BLOCK_E).to(DOT)  # [Q, E]
+        whole = tl.load(lse_ptr + i, mask=inner, other=float("inf"))
+        delta = tl.load(delta_ptr + i, mask=inner, other=0.0)
+        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [K, Q]
+        logits = logits * scale + tl.where(keep, weight, -float("inf"))[:, None]
+        if CAUSAL:
+            logits = tl.where(i[None, :] >= j[:, None], logits, -float("inf"))
+        weights = tl.exp2(logits - whole[None, :])
+        slopes = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [K, Q]
+        if DROPS:
+            stay = stays(seed_ptr, b, head, start_i, start, THRESHOLD, BLOCK_Q, BLOCK_K)
+            stay = tl.trans(stay)
+            slopes = tl.where(stay, slopes * keep_scale, 0.0)
+            left = tl.where(stay, weights * keep_scale, 0.0)
+        else:
+            left = weights
+        dv = tl.dot(left.to(DOT), dout, dv, input_precision=PRECISION)
+        slopes = weights * (slopes - delta[None, :])
+        dk = tl.dot(slopes.to(DOT), q, dk, input_precision=PRECISION)
+    here = (j < S) & (slot < 0)
+    put(dk_ptr, start, dk_n, here, dk * slope, D, BLOCK_D)
+    put(dv_ptr, start, dv_n, here, dv, E, BLOCK_E)
+    share_ptr += row_id * SHARES * (SIZE * (D + E))
+    put_part(share_ptr, slot, dk, 0, sub, SIZE, BLOCK_K, D, BLOCK_D, D + E)
+    put_part(share_ptr, slot, dv, D, sub, SIZE, BLOCK_K, E, BLOCK_E, D + E)
+
+
+@launched
+def add_kernel(
+    share_ptr, merges_ptr, sum_ptr,
+    H, N, KEYROWS, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES, FIRST,
+    slope,
+    D: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Of N rows of width D, those that were cut: columns FIRST to FIRST + D of EACH in a slot."""
+    SUBS: tl.constexpr = SIZE // BLOCK_Q
+    pid = tl.program_id(0)
+    row_id = (pid % KEYROWS).to(tl.int64)
+    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    b, head = row_id // H, row_id % H
+    merges_ptr += pattern(b, head, TABLE_B, TABLE_H) * ITEMS + item
+    row, first = tl.load(merges_ptr), tl.load(merges_ptr + PLANE)
+    count = tl.load(merges_ptr + 2 * tl.cast(PLANE, tl.int64))
+    share_ptr += row_id * SHARES * (SIZE * EACH)
+    total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    for part in range(0, count):
+        total += get_part(share_ptr, first + part, FIRST, sub, SIZE, BLOCK_Q, D, BLOCK_D, EACH)
+    start = row * SIZE + sub * BLOCK_Q
+    sum_n = H.to(tl.int64) * D
+    here = start + tl.arange(0, BLOCK_Q) < N
+    put(sum_ptr + b * N * sum_n + head * D, start, sum_n, here, total * slope, D, BLOCK_D)

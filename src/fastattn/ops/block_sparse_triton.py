@@ -1,0 +1,412 @@
+"""The Triton path of block-sparse attention: one registered operator forward and one backward.
+
+Importing this file imports no triton. Between forward and backward are kept the inputs, the output
+and the log-sum of every row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastattn import _autograd, _tuning
+from fastattn._launch import dense, heads_inside, launch, whole
+from fastattn.ops.block_sparse_layout import BlockLayout
+from fastattn.ops.block_sparse_lists import LOG2E, Tables
+from fastattn.ops.block_sparse_torch import in_blocks, visible_keys
+from fastattn.ops.philox import threshold
+
+_lib = torch.library.Library("fastattn", "FRAGMENT")
+_ABOUT = "Tensor? hidden, Tensor? lengths, Tensor? seed"
+_ROWS = "Tensor blocks, Tensor? weight, Tensor items, Tensor merges, int parts"
+_COLUMNS = _ROWS.replace(" blocks", " by_column").replace("weight", "column_weight")
+_COLUMNS = _COLUMNS.replace("items", "column_items").replace("merges", "column_merges")
+_COLUMNS = _COLUMNS.replace("parts", "column_parts")
+_NUMBERS = "int size, bool causal, float scale, float dropout_p"
+_lib.define(
+    f"block_sparse_forward(Tensor q, Tensor k, Tensor v, {_ABOUT}, {_ROWS}, {_NUMBERS}) "
+    "-> (Tensor, Tensor)"
+)  # out, lse
+_lib.define(
+    "block_sparse_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_ABOUT}, {_ROWS}, {_COLUMNS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
+)  # dq, dk, dv
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    key_padding_mask: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    """:func:`fastattn.ops.block_sparse_attention`, behind its door."""
+    hidden = visible_keys(k.shape[0], k.shape[2], key_padding_mask, lengths, q.device)
+    if hidden is not None:
+        hidden = ~hidden
+    blocks = in_blocks(lengths, layout.block_size)
+    rows = layout.tables(q.device, blocks)
+    numbers = (layout.block_size, layout.causal, scale, dropout_p)
+    about = (hidden, lengths, seed)
+    if not torch.is_grad_enabled():
+        return _call_forward(q, k, v, *about, *rows, *numbers)[0]
+    columns = layout.tables(q.device, blocks, columns=True)
+    out: Tensor = _autograd.apply(_BlockSparse, q, k, v, *about, *rows, *columns, *numbers)[0]
+    return out
+
+
+def _call_forward(*arguments: Any) -> Any:
+    return _autograd.call(torch.ops.fastattn.block_sparse_forward.default, _forward, *arguments)
+
+
+class _BlockSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        lengths: Tensor | None,
+        seed: Tensor | None,
+        blocks: Tensor,
+        weight: Tensor | None,
+        items: Tensor,
+        merges: Tensor,
+        parts: int,
+        by_column: Tensor,
+        column_weight: Tensor | None,
+        column_items: Tensor,
+        column_merges: Tensor,
+        column_parts: int,
+        *numbers: Any,
+    ) -> Any:
+        about = (hidden, lengths, seed, blocks, weight, items, merges, parts)
+        return tuple(_call_forward(q, k, v, *about, *numbers))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, v, *about = inputs
+        tensors = [x for x in about if not isinstance(x, int | float)]
+        ctx.numbers = [x for x in about if isinstance(x, int | float)]
+        ctx.save_for_backward(q, k, v, *output, *tensors)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # the check costs something, and is needed under create_graph only
+        return (_backward_once if torch.is_grad_enabled() else _backward_pass)(ctx, *grads)
+
+
+def _backward_pass(ctx: Any, dout: Tensor | None, _: None) -> Any:
+    if dout is None:
+        return (None,) * 20
+    *tensors, by_column, column_weight, column_items, column_merges = ctx.saved_tensors
+    parts, column_parts, *numbers = ctx.numbers
+    columns = (by_column, column_weight, column_items, column_merges, column_parts)
+    operator = torch.ops.fastattn.block_sparse_backward.default
+    arguments = (dout, *tensors, parts, *columns, *numbers)
+    return *_autograd.call(operator, _backward, *arguments), *(None,) * 17
+
+
+_backward_once = once_differentiable(_backward_pass)
+
+
+def _forward_buffers(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    b, h, n, _ = q.shape
+    return heads_inside(q, v.shape[3]), q.new_empty(b * h * n, dtype=torch.float32)
+
+
+def _backward_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (heads_inside(x, x.shape[3]) for x in (q, k, v))
+    return dq, dk, dv
+
+
+@torch.library.register_fake("fastattn::block_sparse_forward", lib=_lib)
+def _(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _forward_buffers(q, v)
+
+
+@torch.library.register_fake("fastattn::block_sparse_backward", lib=_lib)
+def _(dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward_buffers(q, k, v)
+
+
+class _Options(NamedTuple):
+    """Everything that decides which variant of a kernel runs."""
+
+    dtype: torch.dtype
+    d: int
+    e: int
+    size: int
+    masked: bool
+    lengths: bool
+    weighted: bool
+    causal: bool
+    drops: bool
+    unit: int
+    width: int = 0  # of a kernel that adds: what it adds,
+    each: int = 0  # of so many numbers
+
+
+def _constants(kernel: str, options: _Options) -> dict[str, Any]:
+    """All constants, by the names that the kernels have for them, and the tiles."""
+    import triton.language as tl
+
+    dot, precision = _tuning.block_sparse_dot_type(options.dtype)
+    return {
+        "UNIT": options.unit,
+        "D": options.width or options.d,
+        "E": options.e,
+        "SIZE": options.size,
+        "EACH": options.each,
+        "MASKED": options.masked,
+        "LENGTHS": options.lengths,
+        "WEIGHTED": options.weighted,
+        "CAUSAL": options.causal,
+        "DROPS": options.drops,
+        "PRECISION": precision,
+        "DOT": getattr(tl, dot),
+        **_tiles(kernel, options),
+    }
+
+
+def _tiles(kernel: str, options: _Options) -> dict[str, int]:
+    name = kernel.split(".")[1]
+    d = options.width or options.d
+    return _tuning.block_sparse(name, d, options.e, options.size, options.dtype)
+
+
+class _Call(NamedTuple):
+    """What the launches of one pass share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    hidden: Tensor | None
+    lengths: Tensor | None
+    seed: Tensor | None
+    options: _Options
+    scale: float
+    dropout_p: float
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.hidden, self.lengths, self.seed
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3])
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[0] * self.q.shape[1]
+
+    def sizes(self, tables: Tables) -> tuple[int, ...]:
+        """H, G, N, S, KEYROWS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD."""
+        _, p, h, items = tables.items.shape
+        return (
+            self.q.shape[1],
+            self.q.shape[1] // self.k.shape[1],
+            self.q.shape[2],
+            self.k.shape[2],
+            self.heads,
+            items,
+            p * h * items,
+            tables.blocks.shape[2],
+            h if p > 1 else 0,
+            1 if h > 1 else 0,
+            tables.parts,
+            threshold(self.dropout_p),
+        )
+
+    def grid(self, kernel: str, items: int) -> tuple[int, int, int]:
+        """As many programs as tiles: of a block of the layout, SIZE / BLOCK_Q."""
+        tiles = self.options.size // _tiles(kernel, self.options)["BLOCK_Q"]
+        return items * tiles * self.heads, 1, 1
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        return self.scale * LOG2E, self.scale, 1 / (1 - self.dropout_p)
+
+    def shares(self, tables: Tables, each: int) -> Tensor:
+        count = self.heads * tables.parts * self.options.size * each
+        return self.q.new_empty(count, dtype=torch.float32)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    weight: Tensor | None,
+    size: int,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> _Call:
+    """Strides count as aligned if all are multiples of 8 elements."""
+    q, k, v = dense(q), dense(k), dense(v)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    unit = 1 if any(s % 8 for s in strides) else 8
+    given = (hidden is not None, lengths is not None, weight is not None)
+    options = _Options(
+        q.dtype, q.shape[3], v.shape[3], size, *given, causal, seed is not None, unit
+    )
+    return _Call(q, k, v, whole(hidden), whole(lengths), seed, options, scale, dropout_p)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    blocks: Tensor,
+    weight: Tensor | None,
+    items: Tensor,
+    merges: Tensor,
+    parts: int,
+    *numbers: Any,
+) -> tuple[Tensor, Tensor]:
+    out, lse = buffers = _forward_buffers(q, v)
+    if out.numel() == 0:
+        return buffers
+    call = _prepare(q, k, v, hidden, lengths, seed, weight, *numbers)
+    if k.shape[2] == 0:
+        out.zero_()
+        lse.fill_(torch.inf)
+        return buffers
+    tables = Tables(blocks, weight, items, merges, parts)
+    shares = call.shares(tables, call.options.e + 2)
+    scale, _, keep_scale = call.numbers
+    launch(
+        "block_sparse.attend",
+        call.grid("block_sparse.attend", items.shape[3]),
+        (*call.inputs, blocks, weight, items, out, lse, shares,
+         *call.strides, *call.sizes(tables), scale, keep_scale),
+        call.options,
+        _constants,
+    )  # fmt: skip
+    cuts = merges.shape[3]
+    if cuts:
+        h, _, n, *_ = sizes = call.sizes(tables)
+        plane = merges.numel() // 3
+        launch(
+            "block_sparse.merge",
+            call.grid("block_sparse.merge", cuts),
+            (shares, call.lengths, merges, out, lse,
+             h, n, call.heads, cuts, plane, *sizes[8:10], parts, keep_scale),
+            call.options,
+            _constants,
+        )  # fmt: skip
+    return buffers
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    hidden: Tensor | None,
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    blocks: Tensor,
+    weight: Tensor | None,
+    items: Tensor,
+    merges: Tensor,
+    parts: int,
+    by_column: Tensor,
+    column_weight: Tensor | None,
+    column_items: Tensor,
+    column_merges: Tensor,
+    column_parts: int,
+    *numbers: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = buffers = _backward_buffers(q, k, v)
+    if 0 in (*q.shape[:3], k.shape[2]):
+        for x in buffers:
+            x.zero_()
+        return buffers
+    call = _prepare(q, k, v, hidden, lengths, seed, weight, *numbers)
+    dout = dense(dout)
+    options = call.options
+    if any(s % 8 for s in dout.stride()[:3]):
+        options = options._replace(unit=1)
+        call = call._replace(options=options)
+    (b, h, n, d), h_kv, s, e = q.shape, k.shape[1], k.shape[2], v.shape[3]
+    strides = (*call.strides, *dout.stride()[:3])
+    delta = torch.empty_like(lse)
+    rows = Tables(blocks, weight, items, merges, parts)
+    shares = call.shares(rows, d)
+    launch(
+        "block_sparse_backward.grad_queries",
+        call.grid("block_sparse_backward.grad_queries", items.shape[3]),
+        (*call.inputs, blocks, weight, items, out, dout, lse, delta, dq, shares,
+         *strides, *call.sizes(rows), *call.numbers),
+        options,
+        _constants,
+    )  # fmt: skip
+    _add(call, rows, shares, dq, n, 0, d, call.scale)
+    g = h // h_kv
+    each = (dk, dv) if g == 1 else tuple(x.new_empty(b, s, h, w).transpose(1, 2)
+                                         for x, w in ((k, d), (v, e)))  # fmt: skip
+    columns = Tables(by_column, column_weight, column_items, column_merges, column_parts)
+    shares = call.shares(columns, d + e)
+    launch(
+        "block_sparse_backward.grad_keys",
+        call.grid("block_sparse_backward.grad_keys", column_items.shape[3]),
+        (*call.inputs, by_column, column_weight, column_items, dout, lse, delta, *each, shares,
+         *strides, *call.sizes(columns), *call.numbers),
+        options,
+        _constants,
+    )  # fmt: skip
+    _add(call, columns, shares, each[0], s, 0, d + e, call.scale)
+    _add(call, columns, shares, each[1], s, d, d + e, 1.0)
+    if g > 1:
+        for x, total in zip(each, (dk, dv), strict=True):
+            torch.sum(x.unflatten(1, (h_kv, g)), 2, out=total)
+    return buffers
+
+
+def _add(
+    call: _Call,
+    tables: Tables,
+    shares: Tensor,
+    total: Tensor,
+    n: int,
+    first: int,
+    each: int,
+    slope: float,
+) -> None:
+    """Where rows were cut, the sums of their parts: columns from ``first`` on of ``each``."""
+    cuts = tables.merges.shape[3]
+    if not cuts:
+        return
+    options = call.options._replace(width=total.shape[3], each=each)
+    sizes = call.sizes(tables)
+    launch(
+        "block_sparse_backward.add",
+        call._replace(options=options).grid("block_sparse_backward.add", cuts),
+        (shares, tables.merges, total, sizes[0], n, call.heads, cuts, tables.merges.numel() // 3,
+         *sizes[8:10], tables.parts, first, slope),
+        options,
+        _constants,
+    )  # fmt: skip
+
+
+for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter only
+    _lib.impl("block_sparse_forward", _forward, _key)
+    _lib.impl("block_sparse_backward", _backward, _key)

@@ -1,0 +1,35 @@
+"""What every op's kernels owe to torch.compile."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fastattn import ops
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def of_every_op():
+    """By name, a call with the kernels of q, k and v."""
+    w = ops.draw_projection(16, 8).to(DEVICE)
+    for causal in (False, True):
+        suffix = " causal" if causal else ""
+        yield f"linear{suffix}", partial(ops.linear_attention, causal=causal)
+        yield f"favor{suffix}", partial(ops.favor_attention, projection=w, causal=causal)
+    layout = ops.BlockLayout.bigbird(20, block_size=16)
+    yield "block sparse", partial(ops.block_sparse_attention, layout=layout)
+
+
+CALLS = dict(of_every_op())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_compiles_whole_where_nothing_needs_a_gradient(name):
+    """In grad mode, but of a frozen model: the compiler has another way for such a Function."""
+    torch._dynamo.reset()
+    run = partial(CALLS[name], backend="triton")
+    q, k, v = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), run(q, k, v))
