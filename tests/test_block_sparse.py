@@ -178,6 +178,13 @@ def test_a_sample_alone_equals_the_same_sample_padded(kind):
         torch.testing.assert_close(out[i : i + 1, :, :n], alone, rtol=1e-12, atol=1e-14)
 
 
+def test_a_length_may_be_larger_than_the_sequence():
+    inputs = [torch.randn(2, 1, 40, 8) for _ in range(3)]
+    lengths = torch.tensor([2**31 - 1, 41], dtype=torch.int32)
+    layout = LAYOUTS["bigbird"](40, 1, 16)
+    assert torch.equal(torch_path(*inputs, layout, lengths=lengths), torch_path(*inputs, layout))
+
+
 def test_an_explicit_layout_is_cut_off_at_the_length():
     layout = explicit(90, 90, 2, 16)
     inputs = [torch.randn(1, 2, 90, 8, dtype=torch.float64) for _ in range(3)]

@@ -1,5 +1,6 @@
 """Block layouts: the pattern itself, its plans, and how it is kept."""
 
+import dataclasses
 import pickle
 import random
 import time
@@ -177,6 +178,8 @@ def test_short_sequences_are_dense_with_hugging_face_and_refused_with_google():
     assert not bigbird(12, plan="hf-train").to_dense().all()
     with pytest.raises(ValueError, match="plan='google' cannot draw 3 random blocks of 7"):
         bigbird(7, plan="google")
+    with pytest.raises(ValueError, match="plan='google' cannot draw 5 random blocks of 8"):
+        bigbird(8, size=128, plan="google", num_random_blocks=5)
 
 
 # Other patterns
@@ -274,6 +277,35 @@ def test_equality_hash_pickle_and_repr():
     assert "blocks=(4, 4)" in repr(make[4]())
     with pytest.raises(AttributeError):
         layout.block_size = 32
+
+
+@pytest.mark.parametrize("kind", ["bigbird", "hf-train", "explicit"])
+def test_lists_are_kept_only_if_any_later_call_can_use_them(kind):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def make():
+        if kind == "explicit":
+            return BlockLayout.from_dense(torch.ones(2, 2, dtype=torch.bool), 16)
+        return bigbird(20, plan="uniform" if kind == "bigbird" else kind)
+
+    with torch.inference_mode():
+        layout = make()
+        layout.lists(CPU)
+        tables = layout.tables(CPU)
+    assert not any(x.is_inference() for x in (*layout.lists(CPU)[:2], *tables[2:4]))
+    layout = make()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layout.tables(CPU)
+    assert all(type(x) is torch.Tensor for x in layout.tables(CPU)[2:4])
+    other = dataclasses.replace(layout, causal=True)
+    assert layout._found
+    assert not other._found
+
+
+def test_a_weight_that_needs_a_gradient_is_read_only():
+    weight = torch.randn(2, 2, requires_grad=True)
+    layout = BlockLayout.from_dense(torch.ones(2, 2, dtype=torch.bool), 16, log_weight=weight)
+    assert not layout.to_log_weight().requires_grad
 
 
 def test_a_picture_shows_the_pattern():

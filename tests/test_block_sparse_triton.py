@@ -160,6 +160,21 @@ def test_a_nan_is_not_swallowed_and_stays_where_it_is_seen():
     assert out[1].isfinite().all()
 
 
+def test_what_nobody_sees_and_what_sees_nobody_may_be_nan():
+    mask = torch.zeros(3, 3, dtype=torch.bool)
+    mask[0, 0] = mask[1, 0] = True
+    layout = BlockLayout.from_dense(mask, 16)
+    hidden = torch.zeros(1, 45, dtype=torch.bool, device=DEVICE)
+    q, k, v = (torch.randn(1, 1, 45, 8, device=DEVICE) for _ in range(3))
+    q[:, :, 40], k[:, :, 20], v[:, :, 40] = torch.nan, torch.nan, torch.inf
+    for options in ({}, {"key_padding_mask": hidden}):
+        call = partial(kernels, layout=layout, **options)
+        out, *grads = testing.value_and_grads(call, [q, k, v])
+        assert torch.all(out[:, :, 32:] == 0)
+        assert all(x.isfinite().all() for x in (out, *grads))
+        assert torch.all(grads[1][:, :, 16:] == 0)
+
+
 def test_two_runs_are_bitwise_equal_and_a_sample_does_not_see_its_neighbours():
     layout = BlockLayout.sliding_window(280, block_size=16, num_window_blocks=1)
     inputs = [torch.randn(2, 1, 280, 8, device=DEVICE) for _ in range(3)]

@@ -102,6 +102,17 @@ def whole(x: Tensor | None) -> Tensor | None:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def merged(x: Tensor) -> Tensor:
+    """``(b, h, n, width)`` as :func:`heads_inside` lays it out, which a kernel relies on.
+
+    It is, unless a hook on saved tensors (``save_on_cpu``, say) has given another in its place.
+    """
+    _, h, n, width = x.shape
+    if x.stride() == (n * h * width, width, h * width, 1) and x.data_ptr() % 16 == 0:
+        return x
+    return heads_inside(x, width).copy_(x)
+
+
 def heads_inside(x: Tensor, width: int) -> Tensor:
     """New memory for ``(b, h, n, width)``, laid out (b, n, h, width): merging heads is a view."""
     b, h, n, _ = x.shape

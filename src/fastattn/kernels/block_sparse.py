@@ -61,6 +61,17 @@ def seen_keys(hidden_ptr, j, S, there, MASKED: tl.constexpr):
 
 
 @triton.jit
+def add_keys(logits, scale, weight, keep, MASKED: tl.constexpr):
+    """To base 2, with what keys add; -inf for keys that are not seen.
+
+    A query may be NaN that sees no key: where all may be hidden, they are chosen, not added.
+    """
+    if MASKED:
+        return tl.where(keep[None, :], logits * scale + weight, -float("inf"))
+    return logits * scale + tl.where(keep, weight, -float("inf"))[None, :]
+
+
+@triton.jit
 def stays(
     seed_ptr, b, head, start_i, start_j, THRESHOLD, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
@@ -101,11 +112,11 @@ def get_part(
 
 @triton.jit
 def finish(
-    out_ptr, lse_ptr, start, out_n, here, low, acc, top, mass, keep_scale,
+    out_ptr, lse_ptr, start, out_n, here, real, acc, top, mass, keep_scale,
     E: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Store outputs and log-sums of rows; zeros and inf for those that see nothing."""
-    empty = (mass == 0) | (low == 0)
+    empty = (mass == 0) | (real == 0)
     acc = tl.where(empty[:, None], 0.0, acc * (keep_scale / tl.where(empty, 1.0, mass))[:, None])
     put(out_ptr, start, out_n, here, acc, E, BLOCK_E)
     whole = tl.where(empty, float("inf"), top + tl.log2(tl.where(empty, 1.0, mass)))
@@ -161,7 +172,7 @@ def attend_kernel(
         k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
         v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
-        logits = logits * scale + tl.where(keep, weight, -float("inf"))[None, :]
+        logits = add_keys(logits, scale, weight, keep, MASKED)
         if CAUSAL:
             logits = tl.where(i[:, None] >= j[None, :], logits, -float("inf"))
         larger = tl.maximum(top, tl.max(logits, 1))
@@ -178,8 +189,8 @@ def attend_kernel(
     out_n = H.to(tl.int64) * E
     out_ptr += b * N * out_n + head * E
     here = (i < N) & (slot < 0)
-    low = tl.where(i < end, 1, 0)
-    finish(out_ptr, lse_ptr + row_id * N, start, out_n, here, low, acc, top, mass, keep_scale,
+    real = (i < end) & (count > 0)
+    finish(out_ptr, lse_ptr + row_id * N, start, out_n, here, real, acc, top, mass, keep_scale,
            E, BLOCK_E)  # fmt: skip
     share_ptr += row_id * SHARES * (SIZE * (E + 2))
     put_part(share_ptr, slot, acc, 0, sub, SIZE, BLOCK_Q, E, BLOCK_E, E + 2)
@@ -225,6 +236,5 @@ def merge_kernel(
         top = larger
     out_n = H.to(tl.int64) * E
     out_ptr += b * N * out_n + head * E
-    low = tl.where(i < end, 1, 0)
-    finish(out_ptr, lse_ptr + row_id * N, start, out_n, i < N, low, acc, top, mass, keep_scale,
+    finish(out_ptr, lse_ptr + row_id * N, start, out_n, i < N, i < end, acc, top, mass, keep_scale,
            E, BLOCK_E)  # fmt: skip

@@ -11,6 +11,7 @@ dk and dv are made from lists by column.
 import triton.language as tl
 
 from fastattn.kernels.block_sparse import (
+    add_keys,
     entry_at,
     get_part,
     part_at,
@@ -78,7 +79,7 @@ def grad_queries_kernel(
         k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
         v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
-        logits = logits * scale + tl.where(keep, weight, -float("inf"))[None, :]
+        logits = add_keys(logits, scale, weight, keep, MASKED)
         if CAUSAL:
             logits = tl.where(i[:, None] >= j[None, :], logits, -float("inf"))
         weights = tl.exp2(logits - whole[:, None])
@@ -88,6 +89,7 @@ def grad_queries_kernel(
             slopes = tl.where(stay, slopes * keep_scale, 0.0)
         slopes = weights * (slopes - delta[:, None])
         dq = tl.dot(slopes.to(DOT), k, dq, input_precision=PRECISION)
+    dq = tl.where(count > 0, dq, 0.0)  # what sees nothing, NaN or not
     put(dq_ptr, start, dq_n, (i < N) & (slot < 0), dq * slope, D, BLOCK_D)
     share_ptr += row_id * SHARES * (SIZE * D)
     put_part(share_ptr, slot, dq, 0, sub, SIZE, BLOCK_Q, D, BLOCK_D, D)
@@ -168,6 +170,7 @@ def grad_keys_kernel(
         dv = tl.dot(left.to(DOT), dout, dv, input_precision=PRECISION)
         slopes = weights * (slopes - delta[None, :])
         dk = tl.dot(slopes.to(DOT), q, dk, input_precision=PRECISION)
+    dk, dv = tl.where(count > 0, dk, 0.0), tl.where(count > 0, dv, 0.0)
     here = (j < S) & (slot < 0)
     put(dk_ptr, start, dk_n, here, dk * slope, D, BLOCK_D)
     put(dv_ptr, start, dv_n, here, dv, E, BLOCK_E)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastattn import _check
 from fastattn.nn.multihead import MultiHead
 from fastattn.ops.block_sparse import BACKENDS, block_sparse_attention
-from fastattn.ops.block_sparse_layout import BlockLayout
+from fastattn.ops.block_sparse_layout import BlockLayout, bigbird_recipe, check_block_size
 
 
 class BigBirdAttention(MultiHead):
@@ -23,8 +23,8 @@ class BigBirdAttention(MultiHead):
     Takes the place of ``nn.MultiheadAttention`` in self-attention: same arguments, same parameters,
     same initial values from the same seed, and a stock state dict loads strictly. In eval it
     computes what it does in training, less the dropout, which acts on the weights. Up to
-    num_window_blocks + num_random_blocks + num_global_blocks blocks of tokens it is exact softmax
-    attention.
+    num_global_blocks + num_random_blocks + (num_window_blocks + 1) / 2 blocks of tokens it is exact
+    softmax attention.
 
     The length of a sample is where its last token that is no padding ends: the pattern is that of
     the sample alone, whatever stands beside it in the batch. Padding before it is only masked.
@@ -35,7 +35,8 @@ class BigBirdAttention(MultiHead):
         block_size: Tokens in a block: 16, 32, 64 or 128.
         num_window_blocks, num_random_blocks, num_global_blocks, plan, seed: As in
             ``BlockLayout.bigbird``. The published plans are for their checkpoints: the pattern is
-            that of the padded batch, and outputs at padding are ``out_proj`` of zeros.
+            that of the padded batch, and outputs at padding are ``out_proj`` of zeros. Under
+            ``torch.compile`` they break the graph.
         num_global_tokens: Learned tokens that all see and that see all (the paper's ETC), in front
             of the sequence, padded to whole blocks; they are in no output.
         layer: Layers draw differently; ``fastattn.convert`` counts on from it.
@@ -120,6 +121,8 @@ class BigBirdAttention(MultiHead):
             raise ValueError(
                 "num_global_tokens needs plan='uniform', and keys and values as wide as queries"
             )
+        check_block_size(block_size)
+        bigbird_recipe(num_window_blocks, num_random_blocks, num_global_blocks, plan, seed, layer)
         self.causal = False
         self.block_size = block_size
         self.num_window_blocks = num_window_blocks
@@ -130,7 +133,6 @@ class BigBirdAttention(MultiHead):
         self.seed = seed
         self.layer = layer
         self.backend = backend
-        self._layout(8 * block_size)  # raises where an option does not fit
         self._reset_own()
 
     def _unconfigure(self) -> None:
@@ -145,11 +147,12 @@ class BigBirdAttention(MultiHead):
     def _reset_own(self) -> None:
         if not self.num_global_tokens:
             return
-        weight = self.out_proj.weight
-        tokens = torch.empty(
-            self.num_global_tokens, self.embed_dim, device=weight.device, dtype=weight.dtype
-        )
-        self.global_tokens = nn.Parameter(nn.init.normal_(tokens, std=0.02))
+        weight, shape = self.out_proj.weight, (self.num_global_tokens, self.embed_dim)
+        present = getattr(self, "global_tokens", None)
+        if present is None or present.shape != shape or present.device != weight.device:
+            present = nn.Parameter(torch.empty(shape, device=weight.device, dtype=weight.dtype))
+            self.global_tokens = present
+        nn.init.normal_(present, std=0.02)
 
     def load_hf_bigbird(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take the weights of a Hugging Face ``BigBirdAttention``, whatever its names begin with.
@@ -199,7 +202,11 @@ class BigBirdAttention(MultiHead):
         layer = self.layer + self._layer
         numbers = (self.num_window_blocks, self.num_random_blocks, self.num_global_blocks)
         about = (self.block_size, self.num_heads, *numbers, self.plan, self.seed, layer)
-        make = _layout.__wrapped__ if torch.compiler.is_compiling() else _layout
+        make: Callable[..., BlockLayout] = _layout
+        if self.plan != "uniform":
+            make = _drawn_layout
+        elif torch.compiler.is_compiling():
+            make = _layout.__wrapped__
         return make(n, self._front // self.block_size, *about)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,27 +243,26 @@ class BigBirdAttention(MultiHead):
                 "pattern is one of self-attention. ops.block_sparse_attention takes explicit "
                 "layouts for both"
             )
+        if n == 0:
+            return v.new_zeros(*q.shape[:3], v.shape[3])
         if ignored is not None:
             _check.check_key_padding_mask(ignored, q.shape[0], n - self._front, q.device)
         if self.plan != "uniform":
             return self._run_published(q, k, v, ignored, dropout_p)
         lengths = None
+        if ignored is not None:  # a sample ends where its last token does
+            ends = torch.arange(1, n - self._front + 1, device=q.device).masked_fill(ignored, 0)
+            lengths = ends.amax(1).int() + self._front if n > self._front else None
         if self._front:
             places = torch.arange(self._front, device=q.device) >= self.num_global_tokens
             places = places.expand(q.shape[0], -1)
             behind = places.new_zeros(q.shape[0], n - self._front) if ignored is None else ignored
             ignored = torch.cat([places, behind], 1)
-        if ignored is not None:
-            ends = torch.arange(1, n + 1, device=q.device).masked_fill(ignored, 0)
-            lengths = ends.amax(1).int() if n else ends.new_zeros(len(ends)).int()
-        layout = self._layout(max(n, 1))
-        if n == 0:
-            return v.new_zeros(*q.shape[:3], v.shape[3])
         return block_sparse_attention(
             q,
             k,
             v,
-            layout,
+            self._layout(n),
             key_padding_mask=ignored,
             lengths=lengths,
             dropout_p=dropout_p,
@@ -316,3 +322,9 @@ def _layout(n: int, front: int, size: int, heads: int, *about: Any) -> BlockLayo
         return layout
     assert layout.recipe is not None
     return replace(layout, recipe=replace(layout.recipe, first=layout.recipe.first + front))
+
+
+@torch.compiler.disable
+def _drawn_layout(*about: Any) -> BlockLayout:
+    """A published plan is drawn by NumPy, which a compiler must not trace."""
+    return _layout(*about)

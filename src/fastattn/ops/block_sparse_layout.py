@@ -5,8 +5,9 @@ BigBird: Zaheer et al. 2020, section 2: global, window and random blocks, here a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fastattn.ops.block_sparse_lists import (
 )
 from fastattn.ops.block_sparse_plans import PLANS, draw_published, draw_uniform
 
+T = TypeVar("T")
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -62,7 +64,7 @@ class BlockLayout:
     seq_len: int | None = None  # of a recipe
     recipe: Recipe | None = None
     _explicit: tuple[Lists, Lists] | None = None  # by row and by column, unless of a recipe
-    _found: dict[Any, Any] = field(default_factory=dict)  # lists, by device and what they are of
+    _found: dict[Any, Any] = field(default_factory=dict, init=False)  # lists, by what they are of
 
     @classmethod
     def bigbird(
@@ -102,32 +104,13 @@ class BlockLayout:
                 blocks of so few.
         """
         _check_sizes(seq_len, block_size, num_heads)
-        _check_window(num_window_blocks, causal=False)
-        for name, value in (("random", num_random_blocks), ("global", num_global_blocks)):
-            if value < 0:
-                raise ValueError(f"num_{name}_blocks must not be negative, got {value}")
-        _check.check_option("plan", plan, PLANS)
-        if plan != "uniform" and (num_window_blocks, num_global_blocks) != (3, 2):
-            raise ValueError(
-                f"plan={plan!r} has 3 window blocks and 2 global ones, got {num_window_blocks} and "
-                f"{num_global_blocks}"
-            )
+        numbers = (num_window_blocks, num_random_blocks, num_global_blocks)
+        recipe = bigbird_recipe(*numbers, plan, seed, layer)
         if plan != "uniform" and seq_len % block_size:
             raise ValueError(
                 f"plan={plan!r} is made for whole blocks: pad seq_len = {seq_len} to a multiple of "
                 f"block_size = {block_size} and mask what is added, as those codes do"
             )
-        recipe = Recipe(
-            "bigbird",
-            -(-num_global_blocks // 2),
-            num_global_blocks // 2,
-            num_window_blocks // 2,
-            num_window_blocks // 2,
-            num_random_blocks,
-            plan,
-            seed,
-            layer,
-        )
         if plan == "uniform":
             own = num_heads if num_random_blocks else 1
             return cls._of(recipe, seq_len, block_size, own, causal=False)
@@ -179,7 +162,8 @@ class BlockLayout:
         Args:
             mask: ``(blocks, blocks)`` or ``(h, blocks, blocks)`` bool, of queries and of keys, True
                 = attend.
-            log_weight: Of the mask's shape: what is added to the logits of each block.
+            log_weight: Of the mask's shape: what is added to the logits of each block. It is read,
+                and has no gradient.
             causal: A token sees no later one; blocks behind the diagonal must not be in the mask.
 
         Raises:
@@ -203,7 +187,7 @@ class BlockLayout:
         if causal and bool(mask.triu(1).any()):
             raise ValueError("causal=True, but mask has blocks behind the diagonal: clear them")
         heads = mask if mask.dim() == 3 else mask.unsqueeze(0)
-        weights = None if log_weight is None else log_weight.view(heads.shape)
+        weights = None if log_weight is None else log_weight.detach().view(heads.shape)
         lists = _both(heads, weights)
         shape = heads.shape[1], heads.shape[2]
         return cls(block_size, len(heads), shape, causal, _explicit=lists)
@@ -227,14 +211,14 @@ class BlockLayout:
         """
         if lengths is not None and self._explicit is None:
             return _evaluate(self, lengths.to(torch.int64), columns)
-        key = device, columns
-        if key not in self._found:
-            if self._explicit is None:
-                whole = torch.full((1,), self.shape[0], dtype=torch.int64, device=device)
-                self._found[key] = _evaluate(self, whole, columns)
-            else:
-                self._found[key] = self._explicit[columns].to(device)
-        return self._found[key]
+
+        def make() -> Lists:
+            if self._explicit is not None:
+                return self._explicit[columns].to(device)
+            whole = torch.full((1,), self.shape[0], dtype=torch.int64, device=device)
+            return _evaluate(self, whole, columns)
+
+        return self._once((device, columns), make)
 
     def tables(
         self, device: torch.device, lengths: Tensor | None = None, *, columns: bool = False
@@ -243,9 +227,28 @@ class BlockLayout:
         if lengths is not None and self._explicit is None:
             return tables_of(self.lists(device, lengths, columns=columns))
         key = device, columns, "tables"
-        if key not in self._found:
-            self._found[key] = tables_of(self.lists(device, columns=columns))
-        return self._found[key]
+        return self._once(key, lambda: tables_of(self.lists(device, columns=columns)))
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        """What was made for this key before, or is now; kept if it is what any later call can use.
+
+        A compiler's or a transform's tensors stand for others; one that is made while a CUDA graph
+        is captured has no values until it is replayed; one of inference mode cannot be saved for a
+        backward pass.
+        """
+        if key in self._found:
+            return self._found[key]
+        with torch.inference_mode(False):
+            found = make()
+        passing = (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack()
+            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        )
+        if not passing:
+            self._found[key] = found
+        return found
 
     def to_dense(self) -> Tensor:
         """``(num_heads, blocks, blocks)`` bool, True = attend."""
@@ -320,9 +323,40 @@ class BlockLayout:
         return f"BlockLayout.{r.kind}({self.seq_len}, {', '.join(about + numbers)})"
 
 
-def _check_sizes(seq_len: int, block_size: int, num_heads: int) -> None:
+def bigbird_recipe(
+    num_window_blocks: int,
+    num_random_blocks: int,
+    num_global_blocks: int,
+    plan: str,
+    seed: int,
+    layer: int,
+) -> Recipe:
+    """The recipe of :meth:`BlockLayout.bigbird`.
+
+    Raises:
+        ValueError: A number or the plan does not fit.
+    """
+    _check_window(num_window_blocks, causal=False)
+    for name, value in (("random", num_random_blocks), ("global", num_global_blocks)):
+        if value < 0:
+            raise ValueError(f"num_{name}_blocks must not be negative, got {value}")
+    _check.check_option("plan", plan, PLANS)
+    if plan != "uniform" and (num_window_blocks, num_global_blocks) != (3, 2):
+        raise ValueError(
+            f"plan={plan!r} has 3 window blocks and 2 global ones, got {num_window_blocks} and "
+            f"{num_global_blocks}"
+        )
+    first, last, side = -(-num_global_blocks // 2), num_global_blocks // 2, num_window_blocks // 2
+    return Recipe("bigbird", first, last, side, side, num_random_blocks, plan, seed, layer)
+
+
+def check_block_size(block_size: int) -> None:
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be 16, 32, 64 or 128, got {block_size}")
+
+
+def _check_sizes(seq_len: int, block_size: int, num_heads: int) -> None:
+    check_block_size(block_size)
     if seq_len < 1:
         raise ValueError(f"seq_len must be at least 1, got {seq_len}")
     if num_heads < 1:
@@ -389,8 +423,10 @@ def _evaluate(layout: BlockLayout, lengths: Tensor, columns: bool) -> Lists:
 
 
 def _both(mask: Tensor, log_weight: Tensor | None) -> tuple[Lists, Lists]:
+    """By row and by column, fit for any later call."""
     turned = None if log_weight is None else log_weight.mT
-    return from_mask(mask, log_weight), from_mask(mask.mT, turned)
+    with torch.inference_mode(False):
+        return from_mask(mask, log_weight), from_mask(mask.mT, turned)
 
 
 def _published(
@@ -398,15 +434,15 @@ def _published(
 ) -> tuple[Lists, Lists]:
     """The lists of a published plan: the set of global and window blocks, and what it draws."""
     n, r = seq_len // block_size, recipe.num_random
-    times = torch.zeros(num_heads, n, n, dtype=torch.float64)
+    times = torch.zeros(num_heads, n, n, dtype=torch.float64, device="cpu")
     if recipe.plan.startswith("hf") and n <= 5 + 2 * r:
         return _both(times == 0, None)
-    index = torch.arange(n)
+    index = torch.arange(n, device="cpu")
     edges = (index == 0) | (index == n - 1)
     near = (index[:, None] - index).abs() <= 1
     times += near | edges | edges[:, None]
     drawn = draw_published(recipe.plan, seq_len, block_size, r, num_heads, recipe.layer)
     if r and n > 2:
-        blocks = torch.tensor(drawn)  # (h, n - 2, r)
-        times[:, 1:-1].scatter_add_(2, blocks, torch.ones(blocks.shape, dtype=times.dtype))
+        blocks = torch.tensor(drawn, device="cpu")  # (h, n - 2, r)
+        times[:, 1:-1].scatter_add_(2, blocks, torch.ones_like(blocks, dtype=times.dtype))
     return _both(times > 0, times.log() if bool((times > 1).any()) else None)

@@ -94,8 +94,17 @@ def draw_published(
             [_paper_row(stream, i, each, block_size, num_random) for i in range(1, each - 1)]
             for _ in range(num_heads)
         ]
+        if any(len(row) < num_random for rows in heads for row in rows[: n - 2]):
+            raise _too_few(plan, num_random, n)
         return [rows[: n - 2] for rows in heads]
     return _segment_rows(stream, plan, n, num_random, num_heads)
+
+
+def _too_few(plan: str, num_random: int, n: int) -> ValueError:
+    return ValueError(
+        f"plan={plan!r} cannot draw {num_random} random blocks of {n}: the code that it follows "
+        "fails there, too. Take plan='uniform'"
+    )
 
 
 def _numpy(plan: str) -> Any:
@@ -143,10 +152,7 @@ def _segment_rows(
                 drawn = stream.permutation(range(start, end)).tolist()
                 legal = [j for j in drawn if j not in window][:count]
                 if len(legal) < count:
-                    raise ValueError(
-                        f"plan={plan!r} cannot draw {num_random} random blocks of {n}: the code "
-                        "that it follows fails there, too. Take plan='uniform' for short sequences"
-                    )
+                    raise _too_few(plan, num_random, n)
                 head[i] += legal
 
     whole = segments[0]

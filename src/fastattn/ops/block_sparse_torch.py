@@ -27,7 +27,7 @@ def visible_keys(
 
 
 def in_blocks(lengths: Tensor | None, size: int) -> Tensor | None:
-    return None if lengths is None else (lengths + (size - 1)) // size
+    return None if lengths is None else lengths // size + (lengths % size > 0).int()
 
 
 def attend(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn import _autograd, _tuning
-from fastattn._launch import dense, heads_inside, launch, whole
+from fastattn._launch import dense, heads_inside, launch, merged, whole
 from fastattn.ops.block_sparse_layout import BlockLayout
 from fastattn.ops.block_sparse_lists import LOG2E, Tables
 from fastattn.ops.block_sparse_torch import in_blocks, visible_keys
@@ -55,11 +55,18 @@ def attend(
     rows = layout.tables(q.device, blocks)
     numbers = (layout.block_size, layout.causal, scale, dropout_p)
     about = (hidden, lengths, seed)
-    if not torch.is_grad_enabled():
+    if not _needs_gradient(q, k, v):
         return _call_forward(q, k, v, *about, *rows, *numbers)[0]
     columns = layout.tables(q.device, blocks, columns=True)
     out: Tensor = _autograd.apply(_BlockSparse, q, k, v, *about, *rows, *columns, *numbers)[0]
     return out
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    transformed = torch._C._are_functorch_transforms_active()
+    return transformed or any(x.requires_grad for x in tensors)
 
 
 def _call_forward(*arguments: Any) -> Any:
@@ -227,9 +234,9 @@ class _Call(NamedTuple):
             threshold(self.dropout_p),
         )
 
-    def grid(self, kernel: str, items: int) -> tuple[int, int, int]:
-        """As many programs as tiles: of a block of the layout, SIZE / BLOCK_Q."""
-        tiles = self.options.size // _tiles(kernel, self.options)["BLOCK_Q"]
+    def grid(self, kernel: str, items: int, tile: str = "BLOCK_Q") -> tuple[int, int, int]:
+        """As many programs as tiles, of which a block of the layout has several."""
+        tiles = self.options.size // _tiles(kernel, self.options)[tile]
         return items * tiles * self.heads, 1, 1
 
     @property
@@ -341,7 +348,7 @@ def _backward(
             x.zero_()
         return buffers
     call = _prepare(q, k, v, hidden, lengths, seed, weight, *numbers)
-    dout = dense(dout)
+    out, dout = merged(out), dense(dout)
     options = call.options
     if any(s % 8 for s in dout.stride()[:3]):
         options = options._replace(unit=1)
@@ -367,7 +374,7 @@ def _backward(
     shares = call.shares(columns, d + e)
     launch(
         "block_sparse_backward.grad_keys",
-        call.grid("block_sparse_backward.grad_keys", column_items.shape[3]),
+        call.grid("block_sparse_backward.grad_keys", column_items.shape[3], "BLOCK_K"),
         (*call.inputs, by_column, column_weight, column_items, dout, lse, delta, *each, shares,
          *strides, *call.sizes(columns), *call.numbers),
         options,

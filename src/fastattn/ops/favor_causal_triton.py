@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn import _autograd, _tuning
-from fastattn._launch import dense, heads_inside, launch, whole
+from fastattn._launch import dense, heads_inside, launch, merged, whole
 from fastattn.ops import favor_torch as torch_path
 from fastattn.ops.favor_states_triton import (
     carry,
@@ -275,7 +275,7 @@ def _backward(
     learned: bool,
 ) -> list[Tensor]:
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
-    dout = dense(dout)
+    out, dout = merged(out), dense(dout)
     buffers = _backward_buffers(q, k, v, dkv, dz)
     dq, dk, dv, *dstart = buffers
     scale = None

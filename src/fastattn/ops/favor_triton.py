@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn import _autograd, _tuning
-from fastattn._launch import dense, heads_inside, launch, whole
+from fastattn._launch import dense, heads_inside, launch, merged, whole
 from fastattn.ops import favor_causal_triton
 from fastattn.ops.favor_torch import Features
 from fastattn.ops.favor_variants import (
@@ -196,7 +196,7 @@ def _backward(
     learned: bool,
 ) -> list[Tensor]:
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
-    dout, offsets = dense(dout), whole(offsets)
+    out, dout, offsets = merged(out), dense(dout), whole(offsets)
     buffers = backward_buffers(q, k, v)
     dq, dk, dv = buffers
     if out.numel() == 0:  # nothing looked at the keys

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn import _autograd, _tuning
-from fastattn._launch import dense, heads_inside, launch, whole
+from fastattn._launch import dense, heads_inside, launch, merged, whole
 
 HAS_TRITON = find_spec("triton") is not None  # looked up, not imported
 
@@ -324,7 +324,8 @@ def _backward(
 ) -> list[Tensor]:
     feature_map, causal, normalize = forms
     q, k, v, mask, cu_seqlens = dense(q), dense(k), dense(v), whole(mask), whole(cu_seqlens)
-    start, dout = (whole(start_kv), whole(start_z), whole(start_shift)), dense(dout)
+    start = (whole(start_kv), whole(start_z), whole(start_shift))
+    out, dout = merged(out), dense(dout)
     buffers = _backward_buffers(q, k, v, start_kv)
     dq, dk, dv, *dstart = buffers
     if dq.numel() + dk.numel() == 0 and not dstart:

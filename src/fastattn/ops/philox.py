@@ -46,7 +46,7 @@ def seed_of(seed: int | Tensor | None, device: torch.device) -> Tensor:
     if seed is None:
         return torch.randint(2**62, (), device=device)
     if not isinstance(seed, Tensor):
-        return torch.tensor(seed, dtype=torch.int64, device=device)
+        return torch.full((), seed, dtype=torch.int64, device=device)  # without a synchronisation
     if seed.dtype != torch.int64 or seed.dim() or seed.device != device:
         raise ValueError(
             f"seed must be an int, or one int64 on {device} like q, got {seed.dtype} of shape "

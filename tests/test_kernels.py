@@ -1,11 +1,11 @@
-"""What every op's kernels owe to torch.compile."""
+"""What every op's kernels owe to PyTorch, interpreted where there is no GPU."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from fastattn import ops
+from fastattn import ops, testing
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +25,10 @@ def of_every_op():
 CALLS = dict(of_every_op())
 
 
-@pytest.mark.parametrize("name", CALLS)
+every_op = pytest.mark.parametrize("name", CALLS)
+
+
+@every_op
 def test_it_compiles_whole_where_nothing_needs_a_gradient(name):
     """In grad mode, but of a frozen model: the compiler has another way for such a Function."""
     torch._dynamo.reset()
@@ -33,3 +36,16 @@ def test_it_compiles_whole_where_nothing_needs_a_gradient(name):
     q, k, v = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), run(q, k, v))
+
+
+@every_op
+def test_a_hook_may_change_how_saved_tensors_lie_in_memory(name):
+    """As ``save_on_cpu(pin_memory=True)`` does."""
+    run = partial(CALLS[name], backend="triton")
+    inputs = [torch.randn(1, 20, 2, 8, device=DEVICE).transpose(1, 2) for _ in range(3)]
+    want = testing.value_and_grads(run, inputs)
+    contiguous = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(contiguous, lambda x: x):
+        got = testing.value_and_grads(run, inputs)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
