@@ -83,6 +83,8 @@ class Bench:
         backward: bool = False,
         exact: Callable[..., Tensor] | None = None,
         floor_bytes: int | None = None,
+        flop: int | None = None,
+        parameters: Sequence[Tensor] = (),
         case: dict[str, object],
     ) -> None:
         """Measure ``function(*inputs)``, with its backward pass if asked for.
@@ -90,14 +92,17 @@ class Bench:
         Args:
             exact: The same function for float64 inputs; None where the rival computes another.
             floor_bytes: One read and one write of everything, for the ratio to the memory's speed.
+            flop: Of the products that count, for the rate of them.
+            parameters: What else gets a gradient.
             case: What names this measurement in the report.
         """
         leaves = [x.detach().requires_grad_(backward) for x in inputs]
+        wanted = [*leaves, *parameters]
         upstream = torch.randn_like(function(*leaves)) if backward else None
 
         def call():
             out = function(*leaves)
-            return torch.autograd.grad(out, leaves, upstream) if backward else out
+            return torch.autograd.grad(out, wanted, upstream) if backward else out
 
         info = {**case, "pass": "forward+backward" if backward else "forward"}
         info["error"] = None if exact is None else error(function, exact, inputs, backward)
@@ -107,6 +112,8 @@ class Bench:
         info["ms"], info["graph_ms"] = median_ms(call)
         if floor_bytes is not None:
             info["floor_ms"] = floor_bytes / 3e12 * 1e3  # at 3 TB/s
+        if flop is not None:
+            info["tflops"] = flop / (info["graph_ms"] or info["ms"]) / 1e9
         self._benchmark.extra_info.update(info)
         self._benchmark.pedantic(synchronised(call), rounds=5, warmup_rounds=1)
 

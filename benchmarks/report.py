@@ -20,6 +20,7 @@ Made by `make bench` and `python benchmarks/report.py` from the JSON under `benc
 Time: median of `triton.testing.do_bench`, as called from Python; in brackets the replay of a CUDA
 graph. Memory: peak above inputs and upstream gradient. Error: relative, against float64, the
 largest of output and gradients ("-": another function, or too long to compute). ×: time over ours.
+TFLOP/s: over the blocks that are seen, two products forward and five backward, by the graph's time.
 """
 
 
@@ -43,7 +44,9 @@ def milliseconds(x: float | None) -> str:
 
 def table(entries: list[dict], x: str = "n") -> str:
     """One op and pass: a row per length, or what else x says, and rival."""
-    rows = [f"| {x} | | ms | × | peak MiB | error | ms at 3 TB/s |", "| --- " * 7 + "|"]
+    rated = any(e.get("tflops") for e in entries)
+    rows = [f"| {x} | | ms | × | peak MiB | error | ms at 3 TB/s |" + " TFLOP/s |" * rated]
+    rows.append("| --- " * (7 + rated) + "|")
     for at in sorted({e[x] for e in entries}):
         here = [e for e in entries if e[x] == at]
         ours = next((e["ms"] for e in here if e["rival"] == OURS), None)
@@ -53,9 +56,10 @@ def table(entries: list[dict], x: str = "n") -> str:
             peak = "-" if e["peak_mib"] is None else f"{e['peak_mib']:.1f}"
             wrong = "-" if e["error"] is None else f"{e['error']:.1e}"
             floor = milliseconds(e.get("floor_ms"))
+            rate = f"{e['tflops']:.0f}" if e.get("tflops") else "-"
             rows.append(
                 f"| {at} | {e['rival']} | {milliseconds(e['ms'])}{graph} | {ratio} | {peak} | "
-                f"{wrong} | {floor} |"
+                f"{wrong} | {floor} |" + f" {rate} |" * rated
             )
     return "\n".join(rows)
 

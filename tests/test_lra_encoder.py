@@ -89,6 +89,13 @@ def test_a_pattern_of_mixers_is_one_a_block_and_repeats():
 
 
 def test_bad_options_say_what_is_wrong():
+    model = make("bigbird:block_size=32,num_random_blocks=1 performer:variant=relu")
+    first, second = (block.mixer for block in model.blocks)
+    assert (first.block_size, first.num_random_blocks, second.variant) == (32, 1, "relu")
+    with pytest.raises(ValueError, match=r"options of bigbird are block_size, .*, got 'blocks'"):
+        make("bigbird:blocks=3")
+    with pytest.raises(ValueError, match="options of softmax are none, got 'window'"):
+        make("softmax:window=3")
     for mixer in ("flash", "", "linear flash"):
         with pytest.raises(ValueError, match="mixer must be one of softmax, linear"):
             make(mixer)

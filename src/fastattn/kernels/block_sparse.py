@@ -21,6 +21,15 @@ from fastattn.kernels.linear_attention_parts import begin, behind_first, launche
 
 
 @triton.jit
+def program(ITEMS, SUBS: tl.constexpr):
+    """Which sample and head, item and tile a program has: one head after the other, so that what
+    its rows gather from all over the sequence is in the cache."""
+    pid = tl.program_id(0)
+    item = pid // SUBS
+    return (item // ITEMS).to(tl.int64), item % ITEMS, pid % SUBS
+
+
+@triton.jit
 def pattern(b, head, TABLE_B, TABLE_H):
     """Which pattern of the tables this sample and head have."""
     return (b * TABLE_B + head * TABLE_H).to(tl.int64)
@@ -128,18 +137,16 @@ def attend_kernel(
     q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
     out_ptr, lse_ptr, share_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    H, G, N, S, KEYROWS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
     scale, keep_scale,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    DROPS: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     SUBS: tl.constexpr = SIZE // BLOCK_Q
     SUBS_K: tl.constexpr = SIZE // BLOCK_K
-    pid = tl.program_id(0)
-    row_id = (pid % KEYROWS).to(tl.int64)
-    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    row_id, item, sub = program(ITEMS, SUBS)
     b, head = row_id // H, row_id % H
     which = pattern(b, head, TABLE_B, TABLE_H)
     row, first, count, slot = part_at(items_ptr, which, item, ITEMS, PLANE)
@@ -172,12 +179,13 @@ def attend_kernel(
         k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
         v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
-        logits = add_keys(logits, scale, weight, keep, MASKED)
+        if not FULL:
+            logits = add_keys(logits, scale, weight, keep, MASKED)
         if CAUSAL:
             logits = tl.where(i[:, None] >= j[None, :], logits, -float("inf"))
-        larger = tl.maximum(top, tl.max(logits, 1))
+        larger = tl.maximum(top, tl.max(logits, 1) * (scale if FULL else 1.0))
         level = tl.where(larger == -float("inf"), 0.0, larger)
-        weights = tl.exp2(logits - level[:, None])
+        weights = tl.exp2(logits * (scale if FULL else 1.0) - level[:, None])
         shrink = tl.exp2(top - level)
         mass = mass * shrink + tl.sum(weights, 1)
         if DROPS:
@@ -201,15 +209,13 @@ def attend_kernel(
 @launched
 def merge_kernel(
     share_ptr, lens_ptr, merges_ptr, out_ptr, lse_ptr,
-    H, N, KEYROWS, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES,
+    H, N, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES,
     keep_scale,
     E: tl.constexpr, SIZE: tl.constexpr, LENGTHS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     SUBS: tl.constexpr = SIZE // BLOCK_Q
-    pid = tl.program_id(0)
-    row_id = (pid % KEYROWS).to(tl.int64)
-    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    row_id, item, sub = program(ITEMS, SUBS)
     b, head = row_id // H, row_id % H
     merges_ptr += pattern(b, head, TABLE_B, TABLE_H) * ITEMS + item
     row, first = tl.load(merges_ptr), tl.load(merges_ptr + PLANE)

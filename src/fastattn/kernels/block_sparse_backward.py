@@ -16,6 +16,7 @@ from fastattn.kernels.block_sparse import (
     get_part,
     part_at,
     pattern,
+    program,
     put_part,
     seen_keys,
     stays,
@@ -28,18 +29,16 @@ def grad_queries_kernel(
     q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
     out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, share_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
-    H, G, N, S, KEYROWS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
     scale, slope, keep_scale,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    DROPS: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     SUBS: tl.constexpr = SIZE // BLOCK_Q
     SUBS_K: tl.constexpr = SIZE // BLOCK_K
-    pid = tl.program_id(0)
-    row_id = (pid % KEYROWS).to(tl.int64)
-    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    row_id, item, sub = program(ITEMS, SUBS)
     b, head = row_id // H, row_id % H
     which = pattern(b, head, TABLE_B, TABLE_H)
     row, first, count, slot = part_at(items_ptr, which, item, ITEMS, PLANE)
@@ -79,7 +78,10 @@ def grad_queries_kernel(
         k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
         v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
-        logits = add_keys(logits, scale, weight, keep, MASKED)
+        if FULL:
+            logits = logits * scale
+        else:
+            logits = add_keys(logits, scale, weight, keep, MASKED)
         if CAUSAL:
             logits = tl.where(i[:, None] >= j[None, :], logits, -float("inf"))
         weights = tl.exp2(logits - whole[:, None])
@@ -102,19 +104,17 @@ def grad_keys_kernel(
     q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
     dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, share_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
-    H, G, N, S, KEYROWS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
     scale, slope, keep_scale,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    DROPS: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of what one query head adds; tables are by column."""
     SUBS: tl.constexpr = SIZE // BLOCK_K
     SUBS_Q: tl.constexpr = SIZE // BLOCK_Q
-    pid = tl.program_id(0)
-    row_id = (pid % KEYROWS).to(tl.int64)
-    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    row_id, item, sub = program(ITEMS, SUBS)
     b, head = row_id // H, row_id % H
     which = pattern(b, head, TABLE_B, TABLE_H)
     column, first, count, slot = part_at(items_ptr, which, item, ITEMS, PLANE)
@@ -155,7 +155,10 @@ def grad_keys_kernel(
         whole = tl.load(lse_ptr + i, mask=inner, other=float("inf"))
         delta = tl.load(delta_ptr + i, mask=inner, other=0.0)
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [K, Q]
-        logits = logits * scale + tl.where(keep, weight, -float("inf"))[:, None]
+        if FULL:
+            logits = logits * scale
+        else:
+            logits = logits * scale + tl.where(keep, weight, -float("inf"))[:, None]
         if CAUSAL:
             logits = tl.where(i[None, :] >= j[:, None], logits, -float("inf"))
         weights = tl.exp2(logits - whole[None, :])
@@ -182,16 +185,14 @@ def grad_keys_kernel(
 @launched
 def add_kernel(
     share_ptr, merges_ptr, sum_ptr,
-    H, N, KEYROWS, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES, FIRST,
+    H, N, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES, FIRST,
     slope,
     D: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Of N rows of width D, those that were cut: columns FIRST to FIRST + D of EACH in a slot."""
     SUBS: tl.constexpr = SIZE // BLOCK_Q
-    pid = tl.program_id(0)
-    row_id = (pid % KEYROWS).to(tl.int64)
-    item, sub = pid // KEYROWS // SUBS, pid // KEYROWS % SUBS
+    row_id, item, sub = program(ITEMS, SUBS)
     b, head = row_id // H, row_id % H
     merges_ptr += pattern(b, head, TABLE_B, TABLE_H) * ITEMS + item
     row, first = tl.load(merges_ptr), tl.load(merges_ptr + PLANE)

@@ -62,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "--mixer",
         type=_mixers,
         required=True,
-        help=f"{', '.join(MIXERS)}; or several in one argument, one a block: 'bigbird linear'",
+        help=f"{', '.join(MIXERS)}; or several in one argument, one a block: 'bigbird linear'; "
+        "options behind a colon: bigbird:block_size=32,num_random_blocks=4",
     )
     fit.add_argument("--recipe", choices=RECIPES, default="smoke")
     fit.add_argument("--out", type=Path, required=True, help="run directory to write")
@@ -87,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _mixers(text: str) -> str:
     try:
-        return " ".join(mixers_of(text))
+        mixers_of(text)
+        return " ".join(text.split())
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +54,16 @@ class Encoder(nn.Module):
         vocabulary_size: Number of token ids.
         num_classes: Number of logits.
         mixer: A name in ``MIXERS``, or several, one a block, repeated up to ``depth``: a hybrid
-            as "bigbird linear".
+            as "bigbird linear". A name may have options of its mechanism behind it:
+            "bigbird:block_size=32,num_random_blocks=4".
         positions: "rotary" (softmax only), "sinusoidal" or "learned".
         max_length: Longest sequence that learned positions can take.
         width, depth, heads, ff: Sizes; ff is the hidden width of the feed-forward part.
         dropout: After the embedding, each mixer and each feed-forward part.
 
     Raises:
-        ValueError: An unknown mixer or positions, rotary without softmax, or a depth that is no
-            multiple of the mixers.
+        ValueError: An unknown mixer, option or positions, rotary without softmax, or a depth that
+            is no multiple of the mixers.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Encoder(nn.Module):
             raise ValueError(f"depth {depth} must be a multiple of the mixers, got {mixer!r}")
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
-        if positions == "rotary" and set(mixers) != {"softmax"}:
+        if positions == "rotary" and {name for name, _ in mixers} != {"softmax"}:
             raise ValueError(f"rotary positions need the mixer softmax, got {mixer!r}")
         self.max_length = max_length
         self.positions = positions
@@ -92,8 +94,8 @@ class Encoder(nn.Module):
         self.place = nn.Embedding(max_length, width) if positions == "learned" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(_mixer(name, width, heads, positions, layer), width, ff, dropout)
-            for layer, name in enumerate(mixers * (depth // len(mixers)))
+            Block(_mixer(*of, width, heads, positions, layer), width, ff, dropout)
+            for layer, of in enumerate(mixers * (depth // len(mixers)))
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
@@ -149,21 +151,41 @@ def sinusoids(n: int, width: int, device: torch.device) -> Tensor:
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :width]
 
 
-def mixers_of(mixer: str) -> list[str]:
-    """The names in a pattern of mixers.
+def mixers_of(mixer: str) -> list[tuple[str, dict[str, Any]]]:
+    """The names in a pattern of mixers, and their options: "bigbird:num_random_blocks=4 linear".
 
     Raises:
-        ValueError: One is unknown, or there is none.
+        ValueError: A name or an option is unknown, a value is no Python literal, or there is none.
     """
-    names = mixer.split()
-    if not names or not set(names) <= set(MIXERS):
+    found = []
+    for word in mixer.split():
+        name, _, rest = word.partition(":")
+        if name not in MIXERS:
+            break
+        kind = MECHANISMS.get(name)
+        known = kind.option_names() if kind is not None else ()
+        options = {}
+        for pair in filter(None, rest.split(",")):
+            option, _, value = pair.partition("=")
+            if option not in known:
+                raise ValueError(
+                    f"options of {name} are {', '.join(known) or 'none'}, got {option!r}"
+                )
+            try:
+                options[option] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                options[option] = value
+        found.append((name, options))
+    if not found or len(found) < len(mixer.split()):
         raise ValueError(
             f"mixer must be one of {', '.join(MIXERS)}, or several, one a block, got {mixer!r}"
         )
-    return names
+    return found
 
 
-def _mixer(name: str, width: int, heads: int, positions: str, layer: int) -> nn.Module:
+def _mixer(
+    name: str, options: dict[str, Any], width: int, heads: int, positions: str, layer: int
+) -> nn.Module:
     if name == "softmax":
         from fastattn.lra.mixers.softmax import SoftmaxAttention
 
@@ -171,4 +193,4 @@ def _mixer(name: str, width: int, heads: int, positions: str, layer: int) -> nn.
     kind = MECHANISMS[name]
     # what is drawn at random differs by layer
     seed: dict[str, Any] = {"seed": layer} if "seed" in kind.option_names() else {}
-    return kind(width, heads, batch_first=True, **seed)
+    return kind(width, heads, batch_first=True, **seed | options)

@@ -151,6 +151,9 @@ LISTOPS_BUDGET = Recipe(
     ),
 )
 
+# The same, at document 004's sizes (BERT-mini), whose BigBird has four random blocks.
+LISTOPS_MINI = replace(LISTOPS_BUDGET, name="listops-mini", depth=4, ff=1024, dropout=0.1)
+
 LISTOPS_DEMO = Recipe(
     name="listops-demo",
     phases=(Phase(steps=3000, batch_size=64, lr=2e-3, decay="cosine"),),
@@ -178,4 +181,4 @@ SMOKE = Recipe(
     validate_every=5,
 )
 
-RECIPES = {r.name: r for r in (SMOKE, LISTOPS_DEMO, LISTOPS_BUDGET, LISTOPS_FULL)}
+RECIPES = {r.name: r for r in (SMOKE, LISTOPS_DEMO, LISTOPS_BUDGET, LISTOPS_MINI, LISTOPS_FULL)}

@@ -158,6 +158,7 @@ class _Options(NamedTuple):
     weighted: bool
     causal: bool
     drops: bool
+    full: bool
     unit: int
     width: int = 0  # of a kernel that adds: what it adds,
     each: int = 0  # of so many numbers
@@ -179,6 +180,7 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
         "WEIGHTED": options.weighted,
         "CAUSAL": options.causal,
         "DROPS": options.drops,
+        "FULL": options.full,
         "PRECISION": precision,
         "DOT": getattr(tl, dot),
         **_tiles(kernel, options),
@@ -217,14 +219,13 @@ class _Call(NamedTuple):
         return self.q.shape[0] * self.q.shape[1]
 
     def sizes(self, tables: Tables) -> tuple[int, ...]:
-        """H, G, N, S, KEYROWS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD."""
+        """H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD."""
         _, p, h, items = tables.items.shape
         return (
             self.q.shape[1],
             self.q.shape[1] // self.k.shape[1],
             self.q.shape[2],
             self.k.shape[2],
-            self.heads,
             items,
             p * h * items,
             tables.blocks.shape[2],
@@ -266,8 +267,9 @@ def _prepare(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     unit = 1 if any(s % 8 for s in strides) else 8
     given = (hidden is not None, lengths is not None, weight is not None)
+    full = hidden is None and weight is None and k.shape[2] % size == 0 and scale > 0
     options = _Options(
-        q.dtype, q.shape[3], v.shape[3], size, *given, causal, seed is not None, unit
+        q.dtype, q.shape[3], v.shape[3], size, *given, causal, seed is not None, full, unit
     )
     return _Call(q, k, v, whole(hidden), whole(lengths), seed, options, scale, dropout_p)
 
@@ -313,7 +315,7 @@ def _forward(
             "block_sparse.merge",
             call.grid("block_sparse.merge", cuts),
             (shares, call.lengths, merges, out, lse,
-             h, n, call.heads, cuts, plane, *sizes[8:10], parts, keep_scale),
+             h, n, cuts, plane, *sizes[7:9], parts, keep_scale),
             call.options,
             _constants,
         )  # fmt: skip
@@ -407,8 +409,8 @@ def _add(
     launch(
         "block_sparse_backward.add",
         call._replace(options=options).grid("block_sparse_backward.add", cuts),
-        (shares, tables.merges, total, sizes[0], n, call.heads, cuts, tables.merges.numel() // 3,
-         *sizes[8:10], tables.parts, first, slope),
+        (shares, tables.merges, total, sizes[0], n, cuts, tables.merges.numel() // 3,
+         *sizes[7:9], tables.parts, first, slope),
         options,
         _constants,
     )  # fmt: skip
