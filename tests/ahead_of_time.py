@@ -219,8 +219,8 @@ def block_sparse_calls() -> dict[str, Callable[[], object]]:
         layout = BlockLayout.from_dense(mask, size, log_weight=weight, causal=causal)
         about = (None,) * 3
         if everything:
-            hidden = torch.zeros(2, n, dtype=torch.bool)
-            about = (hidden, torch.tensor([n, n], dtype=torch.int32), torch.tensor(1))
+            words = torch.zeros(2, 2 * -(-n // 64), dtype=torch.int32)
+            about = (words, torch.tensor([n, n], dtype=torch.int32), torch.tensor(1))
         rows, columns = (layout.tables(q.device, columns=x) for x in (False, True))
         numbers = (size, causal, 0.125, 0.1 if everything else 0.0)
         out, lse = path._forward(q, k, v, *about, *rows, *numbers)

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import testing
 from fastattn.ops import BlockLayout, block_sparse_attention, block_sparse_attention_reference
+from fastattn.ops.block_sparse_triton import bit_words
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
@@ -202,11 +203,11 @@ def test_the_registered_operators_pass_opcheck():
     layout = LAYOUTS["bigbird"](40, 2)
     q, k, v = (torch.randn(1, 2, 40, 8, device=DEVICE) for _ in range(3))
     rows, columns = (layout.tables(q.device, columns=x) for x in (False, True))
-    hidden = torch.rand(1, 40, device=DEVICE) < 0.3
+    words = bit_words(torch.rand(1, 40, device=DEVICE) < 0.7)
     lengths = torch.tensor([33], dtype=torch.int32, device=DEVICE)
     tests, ops = ("test_schema", "test_faketensor"), torch.ops.fastattn
     numbers = (16, False, 0.5, 0.1)
-    for about in ((None, None, None), (hidden, lengths, torch.tensor(5, device=DEVICE))):
+    for about in ((None, None, None), (words, lengths, torch.tensor(5, device=DEVICE))):
         forward = (q, k, v, *about, *rows, *numbers)
         torch.library.opcheck(ops.block_sparse_forward.default, forward, test_utils=tests)
         out, lse = ops.block_sparse_forward(*forward)

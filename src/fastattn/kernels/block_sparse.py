@@ -48,36 +48,60 @@ def part_at(items_ptr, which, item, ITEMS, PLANE):
 
 
 @triton.jit
-def entry_at(
-    blocks_ptr, weight_ptr, entry, there,
-    SIZE: tl.constexpr, STEP: tl.constexpr, sub, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """The first token of a tile of an entry's block, and what is added to its logits."""
+def entry_at(blocks_ptr, weight_ptr, entry, count, WEIGHTED: tl.constexpr):
+    """An entry's block, and what is added to its logits; anything behind the last."""
+    there = entry < count
     block = tl.load(blocks_ptr + entry, mask=there, other=0)
     weight = 0.0
     if WEIGHTED:
         weight = tl.load(weight_ptr + entry, mask=there, other=0.0)
-    return block * SIZE + sub * STEP, weight
+    return block, weight
 
 
 @triton.jit
-def seen_keys(hidden_ptr, j, S, there, MASKED: tl.constexpr):
+def words_at(
+    words_ptr, block, sub, there,
+    SIZE: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Which keys of a tile are seen, a bit each: of the first 32 and of those behind."""
+    low, high = 0, 0
+    if MASKED:
+        first = block * SIZE + sub * BLOCK_K
+        low = tl.load(words_ptr + first // 32, mask=there, other=0)
+        if BLOCK_K == 64:
+            high = tl.load(words_ptr + first // 32 + 1, mask=there, other=0)
+        elif BLOCK_K == 16:
+            low = (low >> (first % 32)) & 0xFFFF
+    return low, high
+
+
+@triton.jit
+def seen_keys(low, high, j, S, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
     """``[K]``: keys that exist and are not hidden."""
-    keep = (j < S) & there
     if MASKED:
-        keep = keep & (tl.load(hidden_ptr + j, mask=keep, other=1) == 0)
-    return keep
+        place = tl.arange(0, BLOCK_K)
+        return ((tl.where(place < 32, low, high) >> (place % 32)) & 1) != 0
+    return j < S
 
 
 @triton.jit
-def add_keys(logits, scale, weight, keep, MASKED: tl.constexpr):
-    """To base 2, with what keys add; -inf for keys that are not seen.
+def add_keys(
+    logits, scale, weight, keep, i, j,
+    FULL: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """To base 2, unless FULL, with what keys add; -inf for keys that are not seen.
 
-    A query may be NaN that sees no key: where all may be hidden, they are chosen, not added.
+    A query may be NaN that sees no key: where a part of its keys may be hidden from it, they are
+    chosen, not added.
     """
-    if MASKED:
-        return tl.where(keep[None, :], logits * scale + weight, -float("inf"))
-    return logits * scale + tl.where(keep, weight, -float("inf"))[None, :]
+    if not FULL:
+        logits = logits * scale + tl.where(keep, weight, -float("inf"))[None, :]
+    if CAUSAL:
+        later = i[:, None] < j[None, :]
+        if MASKED:
+            later = later | (keep == 0)[None, :]
+        logits = tl.where(later, -float("inf"), logits)
+    return logits
 
 
 @triton.jit
@@ -121,23 +145,24 @@ def get_part(
 
 @triton.jit
 def finish(
-    out_ptr, lse_ptr, start, out_n, here, real, acc, top, mass, keep_scale,
+    out_ptr, lse_ptr, start, out_n, here, N, end, acc, top, mass, keep_scale,
     E: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Store outputs and log-sums of rows; zeros and inf for those that see nothing."""
-    empty = (mass == 0) | (real == 0)
+    i = start + tl.arange(0, acc.shape[0])
+    empty = (mass == 0) | (i >= tl.minimum(N, end))
     acc = tl.where(empty[:, None], 0.0, acc * (keep_scale / tl.where(empty, 1.0, mass))[:, None])
-    put(out_ptr, start, out_n, here, acc, E, BLOCK_E)
+    put(out_ptr, start, out_n, here & (i < N), acc, E, BLOCK_E)
     whole = tl.where(empty, float("inf"), top + tl.log2(tl.where(empty, 1.0, mass)))
-    tl.store(lse_ptr + start + tl.arange(0, acc.shape[0]), whole, mask=here)
+    tl.store(lse_ptr + i, whole, mask=here)
 
 
 @launched
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
+    q_ptr, k_ptr, v_ptr, words_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
     out_ptr, lse_ptr, share_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    H, G, N, S, PADDED, WORDS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
     scale, keep_scale,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
@@ -154,7 +179,7 @@ def attend_kernel(
     if WEIGHTED:
         weight_ptr += which * ROOM + first
     if MASKED:
-        hidden_ptr += b * S
+        words_ptr += b * WORDS
     q_ptr, q_n = begin(q_ptr, b, head, 0, q_b, q_h, q_n, UNIT, False)
     k_ptr, k_n = begin(k_ptr, b, head // G, 0, k_b, k_h, k_n, UNIT, False)
     v_ptr, v_n = begin(v_ptr, b, head // G, 0, v_b, v_h, v_n, UNIT, False)
@@ -168,21 +193,19 @@ def attend_kernel(
     acc = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK_Q,), tl.float32)
-    for turn in range(0, behind_first(0, count * SUBS_K)):
-        there = turn < count * SUBS_K
-        entry, sub_k = turn // SUBS_K, turn % SUBS_K
-        start_j, weight = entry_at(
-            blocks_ptr, weight_ptr, entry, there, SIZE, BLOCK_K, sub_k, WEIGHTED
-        )
+    total, some = count * SUBS_K, 0
+    block, weight = entry_at(blocks_ptr, weight_ptr, 0, count, WEIGHTED)
+    low, high = words_at(words_ptr, block, 0, 0 < total, SIZE, BLOCK_K, MASKED)
+    coming, its_weight = entry_at(blocks_ptr, weight_ptr, 1 // SUBS_K, count, WEIGHTED)
+    for turn in range(0, behind_first(0, total)):
+        start_j = block * SIZE + turn % SUBS_K * BLOCK_K
         j = start_j + tl.arange(0, BLOCK_K)
-        keep = seen_keys(hidden_ptr, j, S, there, MASKED)
-        k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
-        v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
+        keep = seen_keys(low, high, j, S, BLOCK_K, MASKED)
+        some = some | low | high
+        k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D, FULL).to(DOT)  # [K, D]
+        v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E, FULL).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
-        if not FULL:
-            logits = add_keys(logits, scale, weight, keep, MASKED)
-        if CAUSAL:
-            logits = tl.where(i[:, None] >= j[None, :], logits, -float("inf"))
+        logits = add_keys(logits, scale, weight, keep, i, j, FULL, MASKED, CAUSAL)
         larger = tl.maximum(top, tl.max(logits, 1) * (scale if FULL else 1.0))
         level = tl.where(larger == -float("inf"), 0.0, larger)
         weights = tl.exp2(logits * (scale if FULL else 1.0) - level[:, None])
@@ -193,13 +216,23 @@ def attend_kernel(
             weights = tl.where(stay, weights, 0.0)
         acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
         top = larger
+        # two turns and one ahead: where keys are must be known before they can be loaded early;
+        # what passes through untouched, Triton takes as a reason not to
+        block, weight = tl.maximum(coming, 0), its_weight
+        low, high = words_at(
+            words_ptr, block, (turn + 1) % SUBS_K, turn + 1 < total, SIZE, BLOCK_K, MASKED
+        )
+        coming, its_weight = entry_at(blocks_ptr, weight_ptr, (turn + 2) // SUBS_K, count, WEIGHTED)
+    there = count > 0
+    if MASKED:
+        there = some != 0
+    acc, mass = tl.where(there, acc, 0.0), tl.where(there, mass, 0.0)
+    top = tl.where(there, top, -float("inf"))
 
     out_n = H.to(tl.int64) * E
     out_ptr += b * N * out_n + head * E
-    here = (i < N) & (slot < 0)
-    real = (i < end) & (count > 0)
-    finish(out_ptr, lse_ptr + row_id * N, start, out_n, here, real, acc, top, mass, keep_scale,
-           E, BLOCK_E)  # fmt: skip
+    finish(out_ptr, lse_ptr + row_id * PADDED, start, out_n, (slot < 0) & (start < PADDED), N, end,
+           acc, top, mass, keep_scale, E, BLOCK_E)  # fmt: skip
     share_ptr += row_id * SHARES * (SIZE * (E + 2))
     put_part(share_ptr, slot, acc, 0, sub, SIZE, BLOCK_Q, E, BLOCK_E, E + 2)
     put_part(share_ptr, slot, top[:, None], E, sub, SIZE, BLOCK_Q, 1, 1, E + 2)
@@ -209,7 +242,7 @@ def attend_kernel(
 @launched
 def merge_kernel(
     share_ptr, lens_ptr, merges_ptr, out_ptr, lse_ptr,
-    H, N, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES,
+    H, N, PADDED, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES,
     keep_scale,
     E: tl.constexpr, SIZE: tl.constexpr, LENGTHS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -222,14 +255,13 @@ def merge_kernel(
     count = tl.load(merges_ptr + 2 * tl.cast(PLANE, tl.int64))
     share_ptr += row_id * SHARES * (SIZE * (E + 2))
     start = row * SIZE + sub * BLOCK_Q
-    i = start + tl.arange(0, BLOCK_Q)
     end = N
     if LENGTHS:
         end = tl.load(lens_ptr + b)
     acc = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK_Q,), tl.float32)
-    for part in range(0, count):
+    for part in tl.range(0, count, loop_unroll_factor=4):
         slot = first + part
         other = get_part(share_ptr, slot, 0, sub, SIZE, BLOCK_Q, E, BLOCK_E, E + 2)
         its_top = tl.sum(get_part(share_ptr, slot, E, sub, SIZE, BLOCK_Q, 1, 1, E + 2), 1)
@@ -242,5 +274,5 @@ def merge_kernel(
         top = larger
     out_n = H.to(tl.int64) * E
     out_ptr += b * N * out_n + head * E
-    finish(out_ptr, lse_ptr + row_id * N, start, out_n, i < N, i < end, acc, top, mass, keep_scale,
-           E, BLOCK_E)  # fmt: skip
+    finish(out_ptr, lse_ptr + row_id * PADDED, start, out_n, start < PADDED, N, end,
+           acc, top, mass, keep_scale, E, BLOCK_E)  # fmt: skip

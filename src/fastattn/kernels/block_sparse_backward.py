@@ -20,16 +20,17 @@ from fastattn.kernels.block_sparse import (
     put_part,
     seen_keys,
     stays,
+    words_at,
 )
 from fastattn.kernels.linear_attention_parts import begin, behind_first, launched, put, tile
 
 
 @launched
 def grad_queries_kernel(
-    q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
+    q_ptr, k_ptr, v_ptr, words_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
     out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, share_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
-    H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    H, G, N, S, PADDED, WORDS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
     scale, slope, keep_scale,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
@@ -46,7 +47,7 @@ def grad_queries_kernel(
     if WEIGHTED:
         weight_ptr += which * ROOM + first
     if MASKED:
-        hidden_ptr += b * S
+        words_ptr += b * WORDS
     q_ptr, q_n = begin(q_ptr, b, head, 0, q_b, q_h, q_n, UNIT, False)
     k_ptr, k_n = begin(k_ptr, b, head // G, 0, k_b, k_h, k_n, UNIT, False)
     v_ptr, v_n = begin(v_ptr, b, head // G, 0, v_b, v_h, v_n, UNIT, False)
@@ -65,25 +66,22 @@ def grad_queries_kernel(
     out = tile(out_ptr, start, out_n, inner, E, BLOCK_E)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     dout = dout.to(DOT)
-    whole = tl.load(lse_ptr + row_id * N + i, mask=i < N, other=float("inf"))
+    whole = tl.load(lse_ptr + row_id * PADDED + i, mask=i < PADDED, other=float("inf"))
     dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    for turn in range(0, behind_first(0, count * SUBS_K)):
-        there = turn < count * SUBS_K
-        entry, sub_k = turn // SUBS_K, turn % SUBS_K
-        start_j, weight = entry_at(
-            blocks_ptr, weight_ptr, entry, there, SIZE, BLOCK_K, sub_k, WEIGHTED
-        )
+    total = count * SUBS_K
+    block, weight = entry_at(blocks_ptr, weight_ptr, 0, count, WEIGHTED)
+    low, high = words_at(words_ptr, block, 0, 0 < total, SIZE, BLOCK_K, MASKED)
+    coming, its_weight = entry_at(blocks_ptr, weight_ptr, 1 // SUBS_K, count, WEIGHTED)
+    for turn in range(0, behind_first(0, total)):
+        start_j = block * SIZE + turn % SUBS_K * BLOCK_K
         j = start_j + tl.arange(0, BLOCK_K)
-        keep = seen_keys(hidden_ptr, j, S, there, MASKED)
-        k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
-        v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
+        keep = seen_keys(low, high, j, S, BLOCK_K, MASKED)
+        k = tile(k_ptr, start_j, k_n, keep, D, BLOCK_D, FULL).to(DOT)  # [K, D]
+        v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E, FULL).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
+        logits = add_keys(logits, scale, weight, keep, i, j, FULL, MASKED, CAUSAL)
         if FULL:
             logits = logits * scale
-        else:
-            logits = add_keys(logits, scale, weight, keep, MASKED)
-        if CAUSAL:
-            logits = tl.where(i[:, None] >= j[None, :], logits, -float("inf"))
         weights = tl.exp2(logits - whole[:, None])
         slopes = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         if DROPS:
@@ -91,20 +89,25 @@ def grad_queries_kernel(
             slopes = tl.where(stay, slopes * keep_scale, 0.0)
         slopes = weights * (slopes - delta[:, None])
         dq = tl.dot(slopes.to(DOT), k, dq, input_precision=PRECISION)
-    dq = tl.where(count > 0, dq, 0.0)  # what sees nothing, NaN or not
+        block, weight = tl.maximum(coming, 0), its_weight
+        low, high = words_at(
+            words_ptr, block, (turn + 1) % SUBS_K, turn + 1 < total, SIZE, BLOCK_K, MASKED
+        )
+        coming, its_weight = entry_at(blocks_ptr, weight_ptr, (turn + 2) // SUBS_K, count, WEIGHTED)
+    dq = tl.where((whole == float("inf"))[:, None], 0.0, dq)  # what sees nothing, NaN or not
     put(dq_ptr, start, dq_n, (i < N) & (slot < 0), dq * slope, D, BLOCK_D)
     share_ptr += row_id * SHARES * (SIZE * D)
     put_part(share_ptr, slot, dq, 0, sub, SIZE, BLOCK_Q, D, BLOCK_D, D)
     leads = tl.load(items_ptr + 4 * tl.cast(PLANE, tl.int64) + which * ITEMS + item) != 0
-    tl.store(delta_ptr + row_id * N + i, delta, mask=(i < N) & leads)
+    tl.store(delta_ptr + row_id * PADDED + i, delta, mask=(i < PADDED) & leads)
 
 
 @launched
 def grad_keys_kernel(
-    q_ptr, k_ptr, v_ptr, hidden_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
+    q_ptr, k_ptr, v_ptr, words_ptr, lens_ptr, seed_ptr, blocks_ptr, weight_ptr, items_ptr,
     dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, share_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_n,
-    H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
+    H, G, N, S, PADDED, WORDS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD,
     scale, slope, keep_scale,
     UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
@@ -122,7 +125,7 @@ def grad_keys_kernel(
     if WEIGHTED:
         weight_ptr += which * ROOM + first
     if MASKED:
-        hidden_ptr += b * S
+        words_ptr += b * WORDS
     q_ptr, q_n = begin(q_ptr, b, head, 0, q_b, q_h, q_n, UNIT, False)
     k_ptr, k_n = begin(k_ptr, b, head // G, 0, k_b, k_h, k_n, UNIT, False)
     v_ptr, v_n = begin(v_ptr, b, head // G, 0, v_b, v_h, v_n, UNIT, False)
@@ -132,33 +135,29 @@ def grad_keys_kernel(
     dv_ptr += b * S * dv_n + head * E
     start = column * SIZE + sub * BLOCK_K
     j = start + tl.arange(0, BLOCK_K)
-    keep = seen_keys(hidden_ptr, j, S, True, MASKED)
+    low, high = words_at(words_ptr, column, sub, start < S, SIZE, BLOCK_K, MASKED)
+    keep = seen_keys(low, high, j, S, BLOCK_K, MASKED)
     end = N
     if LENGTHS:
         end = tl.load(lens_ptr + b)
     k = tile(k_ptr, start, k_n, keep, D, BLOCK_D).to(DOT)  # [K, D]
     v = tile(v_ptr, start, v_n, keep, E, BLOCK_E).to(DOT)  # [K, E]
-    lse_ptr += row_id * N
-    delta_ptr += row_id * N
+    lse_ptr += row_id * PADDED
+    delta_ptr += row_id * PADDED
     dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
+    block, weight = entry_at(blocks_ptr, weight_ptr, 0, count, WEIGHTED)
     for turn in range(0, behind_first(0, count * SUBS_Q)):
-        there = turn < count * SUBS_Q
-        entry, sub_q = turn // SUBS_Q, turn % SUBS_Q
-        start_i, weight = entry_at(
-            blocks_ptr, weight_ptr, entry, there, SIZE, BLOCK_Q, sub_q, WEIGHTED
-        )
+        start_i = block * SIZE + turn % SUBS_Q * BLOCK_Q
         i = start_i + tl.arange(0, BLOCK_Q)
-        inner = (i < N) & (i < end) & there
-        q = tile(q_ptr, start_i, q_n, inner, D, BLOCK_D).to(DOT)  # [Q, D]
-        dout = tile(dout_ptr, start_i, dout_n, inner, E, BLOCK_E).to(DOT)  # [Q, E]
-        whole = tl.load(lse_ptr + i, mask=inner, other=float("inf"))
-        delta = tl.load(delta_ptr + i, mask=inner, other=0.0)
+        inner = i < tl.minimum(N, end)
+        q = tile(q_ptr, start_i, q_n, inner, D, BLOCK_D, FULL).to(DOT)  # [Q, D]
+        dout = tile(dout_ptr, start_i, dout_n, inner, E, BLOCK_E, FULL).to(DOT)  # [Q, E]
+        whole, delta = tl.load(lse_ptr + i), tl.load(delta_ptr + i)
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [K, Q]
-        if FULL:
-            logits = logits * scale
-        else:
-            logits = logits * scale + tl.where(keep, weight, -float("inf"))[:, None]
+        logits = logits * scale
+        if WEIGHTED:
+            logits += weight
         if CAUSAL:
             logits = tl.where(i[None, :] >= j[:, None], logits, -float("inf"))
         weights = tl.exp2(logits - whole[None, :])
@@ -173,7 +172,9 @@ def grad_keys_kernel(
         dv = tl.dot(left.to(DOT), dout, dv, input_precision=PRECISION)
         slopes = weights * (slopes - delta[None, :])
         dk = tl.dot(slopes.to(DOT), q, dk, input_precision=PRECISION)
-    dk, dv = tl.where(count > 0, dk, 0.0), tl.where(count > 0, dv, 0.0)
+        block, weight = entry_at(blocks_ptr, weight_ptr, (turn + 1) // SUBS_Q, count, WEIGHTED)
+    real = (keep & (count > 0))[:, None]  # what is in rows of keys that nobody sees is anything
+    dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
     here = (j < S) & (slot < 0)
     put(dk_ptr, start, dk_n, here, dk * slope, D, BLOCK_D)
     put(dv_ptr, start, dv_n, here, dv, E, BLOCK_E)
@@ -199,7 +200,7 @@ def add_kernel(
     count = tl.load(merges_ptr + 2 * tl.cast(PLANE, tl.int64))
     share_ptr += row_id * SHARES * (SIZE * EACH)
     total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    for part in range(0, count):
+    for part in tl.range(0, count, loop_unroll_factor=4):
         total += get_part(share_ptr, first + part, FIRST, sub, SIZE, BLOCK_Q, D, BLOCK_D, EACH)
     start = row * SIZE + sub * BLOCK_Q
     sum_n = H.to(tl.int64) * D

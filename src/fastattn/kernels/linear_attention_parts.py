@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 SIZES = ("H", "HKV", "G", "N", "S", "SPLITS", "SHARES", "DSHARES", "KEYROWS")
-SIZES += ("ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H", "FIRST")
+SIZES += ("PADDED", "WORDS", "ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H", "FIRST")
 STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "dout") for i in "bhn")
 WIDE = (*STRIDES, "THRESHOLD")
 
@@ -114,10 +114,16 @@ def places(ptr, start, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile(ptr, start, stride, keep, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows from ``start`` on, zero where not kept."""
+def tile(
+    ptr, start, stride, keep, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr = False
+):
+    """Rows from ``start`` on, zero where not kept; ALL says that all are."""
     at = places(ptr, start, stride, keep.shape[0], BLOCK)
-    return tl.load(at, mask=inside(keep, WIDTH, BLOCK), other=0.0)
+    if ALL and WIDTH == BLOCK:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=inside(keep, WIDTH, BLOCK), other=0.0)
+    return x
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -20,7 +21,7 @@ from fastattn.ops.block_sparse_torch import in_blocks, visible_keys
 from fastattn.ops.philox import threshold
 
 _lib = torch.library.Library("fastattn", "FRAGMENT")
-_ABOUT = "Tensor? hidden, Tensor? lengths, Tensor? seed"
+_ABOUT = "Tensor? words, Tensor? lengths, Tensor? seed"
 _ROWS = "Tensor blocks, Tensor? weight, Tensor items, Tensor merges, int parts"
 _COLUMNS = _ROWS.replace(" blocks", " by_column").replace("weight", "column_weight")
 _COLUMNS = _COLUMNS.replace("items", "column_items").replace("merges", "column_merges")
@@ -48,18 +49,24 @@ def attend(
     seed: Tensor | None,
 ) -> Tensor:
     """:func:`fastattn.ops.block_sparse_attention`, behind its door."""
-    hidden = visible_keys(k.shape[0], k.shape[2], key_padding_mask, lengths, q.device)
-    if hidden is not None:
-        hidden = ~hidden
+    seen = visible_keys(k.shape[0], k.shape[2], key_padding_mask, lengths, q.device)
+    words = None if seen is None else bit_words(seen)
     blocks = in_blocks(lengths, layout.block_size)
     rows = layout.tables(q.device, blocks)
     numbers = (layout.block_size, layout.causal, scale, dropout_p)
-    about = (hidden, lengths, seed)
+    about = (words, lengths, seed)
     if not _needs_gradient(q, k, v):
         return _call_forward(q, k, v, *about, *rows, *numbers)[0]
     columns = layout.tables(q.device, blocks, columns=True)
     out: Tensor = _autograd.apply(_BlockSparse, q, k, v, *about, *rows, *columns, *numbers)[0]
     return out
+
+
+def bit_words(seen: Tensor) -> Tensor:
+    """``(b, s)`` bool as ``(b, words)`` int32, a bit a key; behind the last key none."""
+    bits = F.pad(seen, (0, padded(seen.shape[1], 64) - seen.shape[1])).unflatten(1, (-1, 32)).int()
+    places = torch.arange(32, device=seen.device, dtype=torch.int32)
+    return (bits << places).sum(2).int()
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
@@ -79,7 +86,7 @@ class _BlockSparse(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        hidden: Tensor | None,
+        words: Tensor | None,
         lengths: Tensor | None,
         seed: Tensor | None,
         blocks: Tensor,
@@ -94,7 +101,7 @@ class _BlockSparse(torch.autograd.Function):
         column_parts: int,
         *numbers: Any,
     ) -> Any:
-        about = (hidden, lengths, seed, blocks, weight, items, merges, parts)
+        about = (words, lengths, seed, blocks, weight, items, merges, parts)
         return tuple(_call_forward(q, k, v, *about, *numbers))
 
     @staticmethod
@@ -126,9 +133,16 @@ def _backward_pass(ctx: Any, dout: Tensor | None, _: None) -> Any:
 _backward_once = once_differentiable(_backward_pass)
 
 
-def _forward_buffers(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def padded(n: int, size: int) -> int:
+    """n tokens in whole blocks."""
+    return (n + size - 1) // size * size
+
+
+def _forward_buffers(q: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The log-sums are of whole blocks: inf behind the last row."""
     b, h, n, _ = q.shape
-    return heads_inside(q, v.shape[3]), q.new_empty(b * h * n, dtype=torch.float32)
+    lse = q.new_empty(b * h * padded(n, size), dtype=torch.float32)
+    return heads_inside(q, v.shape[3]), lse
 
 
 def _backward_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +152,7 @@ def _backward_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 @torch.library.register_fake("fastattn::block_sparse_forward", lib=_lib)
 def _(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _forward_buffers(q, v)
+    return _forward_buffers(q, v, rest[-4])
 
 
 @torch.library.register_fake("fastattn::block_sparse_backward", lib=_lib)
@@ -199,7 +213,7 @@ class _Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    hidden: Tensor | None
+    words: Tensor | None
     lengths: Tensor | None
     seed: Tensor | None
     options: _Options
@@ -208,7 +222,7 @@ class _Call(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        return self.q, self.k, self.v, self.hidden, self.lengths, self.seed
+        return self.q, self.k, self.v, self.words, self.lengths, self.seed
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -219,13 +233,15 @@ class _Call(NamedTuple):
         return self.q.shape[0] * self.q.shape[1]
 
     def sizes(self, tables: Tables) -> tuple[int, ...]:
-        """H, G, N, S, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD."""
+        """H, G, N, S, PADDED, WORDS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD."""
         _, p, h, items = tables.items.shape
         return (
             self.q.shape[1],
             self.q.shape[1] // self.k.shape[1],
             self.q.shape[2],
             self.k.shape[2],
+            padded(self.q.shape[2], self.options.size),
+            padded(self.k.shape[2], 64) // 32,
             items,
             p * h * items,
             tables.blocks.shape[2],
@@ -253,7 +269,7 @@ def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    hidden: Tensor | None,
+    words: Tensor | None,
     lengths: Tensor | None,
     seed: Tensor | None,
     weight: Tensor | None,
@@ -266,19 +282,20 @@ def _prepare(
     q, k, v = dense(q), dense(k), dense(v)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     unit = 1 if any(s % 8 for s in strides) else 8
-    given = (hidden is not None, lengths is not None, weight is not None)
-    full = hidden is None and weight is None and k.shape[2] % size == 0 and scale > 0
+    given = (words is not None, lengths is not None, weight is not None)
+    whole_blocks = q.shape[2] % size == 0 and k.shape[2] % size == 0
+    full = whole_blocks and words is None and weight is None and scale > 0
     options = _Options(
         q.dtype, q.shape[3], v.shape[3], size, *given, causal, seed is not None, full, unit
     )
-    return _Call(q, k, v, whole(hidden), whole(lengths), seed, options, scale, dropout_p)
+    return _Call(q, k, v, whole(words), whole(lengths), seed, options, scale, dropout_p)
 
 
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    hidden: Tensor | None,
+    words: Tensor | None,
     lengths: Tensor | None,
     seed: Tensor | None,
     blocks: Tensor,
@@ -288,10 +305,10 @@ def _forward(
     parts: int,
     *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = buffers = _forward_buffers(q, v)
+    out, lse = buffers = _forward_buffers(q, v, numbers[0])
     if out.numel() == 0:
         return buffers
-    call = _prepare(q, k, v, hidden, lengths, seed, weight, *numbers)
+    call = _prepare(q, k, v, words, lengths, seed, weight, *numbers)
     if k.shape[2] == 0:
         out.zero_()
         lse.fill_(torch.inf)
@@ -315,7 +332,7 @@ def _forward(
             "block_sparse.merge",
             call.grid("block_sparse.merge", cuts),
             (shares, call.lengths, merges, out, lse,
-             h, n, cuts, plane, *sizes[7:9], parts, keep_scale),
+             h, n, sizes[4], cuts, plane, *sizes[9:11], parts, keep_scale),
             call.options,
             _constants,
         )  # fmt: skip
@@ -329,7 +346,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    hidden: Tensor | None,
+    words: Tensor | None,
     lengths: Tensor | None,
     seed: Tensor | None,
     blocks: Tensor,
@@ -349,7 +366,7 @@ def _backward(
         for x in buffers:
             x.zero_()
         return buffers
-    call = _prepare(q, k, v, hidden, lengths, seed, weight, *numbers)
+    call = _prepare(q, k, v, words, lengths, seed, weight, *numbers)
     out, dout = merged(out), dense(dout)
     options = call.options
     if any(s % 8 for s in dout.stride()[:3]):
@@ -410,7 +427,7 @@ def _add(
         "block_sparse_backward.add",
         call._replace(options=options).grid("block_sparse_backward.add", cuts),
         (shares, tables.merges, total, sizes[0], n, cuts, tables.merges.numel() // 3,
-         *sizes[7:9], tables.parts, first, slope),
+         *sizes[9:11], tables.parts, first, slope),
         options,
         _constants,
     )  # fmt: skip
