@@ -209,6 +209,7 @@ def block_sparse_calls() -> dict[str, Callable[[], object]]:
     """Forward and backward at the block sizes, widths, dtypes and forms that differ."""
     from fastattn.ops import BlockLayout
     from fastattn.ops import block_sparse_triton as path
+    from fastattn.ops.block_sparse_tables import tables
 
     def call(size, d, dtype, everything=False, causal=False):
         n = 20 * size
@@ -221,7 +222,7 @@ def block_sparse_calls() -> dict[str, Callable[[], object]]:
         if everything:
             words = torch.zeros(2, 2 * -(-n // 64), dtype=torch.int32)
             about = (words, torch.tensor([n, n], dtype=torch.int32), torch.tensor(1))
-        rows, columns = (layout.tables(q.device, columns=x) for x in (False, True))
+        rows, columns = tables(layout, q.device)
         numbers = (size, causal, 0.125, 0.1 if everything else 0.0)
         out, lse = path._forward(q, k, v, *about, *rows, *numbers)
         path._backward(out, q, k, v, out, lse, *about, *rows, *columns, *numbers)

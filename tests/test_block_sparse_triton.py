@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import testing
 from fastattn.ops import BlockLayout, block_sparse_attention, block_sparse_attention_reference
+from fastattn.ops.block_sparse_tables import tables
 from fastattn.ops.block_sparse_triton import bit_words
 
 pytest.importorskip("triton")
@@ -98,9 +99,51 @@ def test_long_rows_and_columns_are_cut_and_added():
 def test_global_rows_are_cut_for_each_samples_length():
     case = testing.AttentionCase("", "", 2, 1, 1, 280, 280, 8, 8)
     layout = BlockLayout.sliding_window(280, block_size=16, num_window_blocks=1)
-    assert layout.tables(torch.device("cpu")).merges.shape[3] == 1
+    assert tables(layout, DEVICE)[0].merges.shape[3] == 1
     lengths = torch.tensor([270, 40], dtype=torch.int32, device=DEVICE)
     compare(case, layout, lengths=lengths)
+
+
+RECIPES = {
+    "bigbird": partial(BlockLayout.bigbird, num_heads=2),
+    "many": partial(BlockLayout.bigbird, num_heads=2, num_random_blocks=9, num_global_blocks=5),
+    "none": partial(BlockLayout.bigbird, num_random_blocks=0, num_global_blocks=0),
+    "other": partial(BlockLayout.bigbird, num_window_blocks=1, seed=2**40, layer=3),
+    "window": partial(BlockLayout.sliding_window, num_window_blocks=5, num_global_blocks=2),
+    "causal": partial(BlockLayout.sliding_window, causal=True, num_global_blocks=3),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_tables_of_a_recipe_are_its_lists(kind):
+    """Every row and column once, with the entries of the lists, in parts if there are many."""
+    longest = 40
+    layout = RECIPES[kind](longest * 16, block_size=16)
+    lengths = torch.tensor([longest, 33, 18, 7, 3, 1, 0], device=DEVICE)
+    made = tables(layout, torch.device(DEVICE), lengths)
+    for columns, found in enumerate(made):
+        lists = layout.lists(torch.device("cpu"), lengths.cpu(), columns=bool(columns))
+        blocks, items, merges = (x.cpu() for x in (found.blocks, found.items, found.merges))
+        for p in range(len(lengths)):
+            for head in range(layout.num_heads):
+                seen, slots = {}, {}
+                for row, start, count, slot, leads in items[:, p, head].T.tolist():
+                    entries = blocks[p, head, start : start + count].tolist()
+                    if row == longest:
+                        assert count == 0
+                        continue
+                    assert bool(leads) == (row not in seen)
+                    assert slot < 0 or count <= 16
+                    slots.setdefault(row, []).append(slot)
+                    seen.setdefault(row, []).extend(entries)
+                starts = lists.starts[p, head].tolist()
+                assert sorted(seen) == list(range(longest))
+                for row in range(longest):
+                    want = lists.blocks[p, head, starts[row] : starts[row + 1]].tolist()
+                    assert sorted(seen[row]) == want
+                cut = {row: x for row, x in slots.items() if x != [-1]}
+                merged = [x for x in merges[:, p, head].T.tolist() if x[0] < longest]
+                assert {row: list(range(a, a + n)) for row, a, n in merged} == cut
 
 
 @pytest.mark.parametrize("kind", ["bigbird", "causal"])
@@ -202,7 +245,7 @@ def test_any_layout_in_memory_gives_the_same():
 def test_the_registered_operators_pass_opcheck():
     layout = LAYOUTS["bigbird"](40, 2)
     q, k, v = (torch.randn(1, 2, 40, 8, device=DEVICE) for _ in range(3))
-    rows, columns = (layout.tables(q.device, columns=x) for x in (False, True))
+    rows, columns = tables(layout, q.device)
     words = bit_words(torch.rand(1, 40, device=DEVICE) < 0.7)
     lengths = torch.tensor([33], dtype=torch.int32, device=DEVICE)
     tests, ops = ("test_schema", "test_faketensor"), torch.ops.fastattn

@@ -248,6 +248,17 @@ def block_sparse(kernel: str, d: int, e: int, size: int, dtype: torch.dtype) -> 
     }
 
 
+@cache
+def block_sparse_tables(kernel: str) -> dict[str, int]:
+    """Tiles of the kernels that evaluate a recipe: "rows", one a thread, or "columns"."""
+    return {
+        "BLOCK": 128 if kernel == "rows" else 32,
+        "CHUNK": 128,
+        "num_warps": 4,
+        "num_stages": 1,
+    }
+
+
 def dot_type(dtype: torch.dtype) -> tuple[str, str]:
     """What the tensor cores multiply, by Triton's name, and the precision of float32 products.
 

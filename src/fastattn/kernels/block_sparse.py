@@ -123,24 +123,23 @@ def stays(
 
 @triton.jit
 def put_part(
-    ptr, slot, sums, first, sub, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, EACH: tl.constexpr,
+    ptr, sums, first, sub,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile ``[BLOCK, WIDTH]`` in a slot of (SIZE, EACH) floats from column ``first`` on."""
-    ptr += slot.to(tl.int64) * (SIZE * EACH) + first
+    """Store a tile ``[BLOCK, WIDTH]`` in a slot of rows of EACH floats, from ``first`` on."""
     i, x = sub * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
-    at = i[:, None] * EACH + x[None, :]
-    tl.store(ptr + at, sums, mask=(x < WIDTH)[None, :] & (slot >= 0))
+    at = first + i[:, None] * EACH + x[None, :]
+    tl.store(ptr + at, sums, mask=(x < WIDTH)[None, :])
 
 
 @triton.jit
 def get_part(
-    ptr, slot, first, sub, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, EACH: tl.constexpr,
+    ptr, first, sub,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    ptr += slot.to(tl.int64) * (SIZE * EACH) + first
     i, x = sub * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
-    return tl.load(ptr + i[:, None] * EACH + x[None, :], mask=(x < WIDTH)[None, :], other=0.0)
+    at = first + i[:, None] * EACH + x[None, :]
+    return tl.load(ptr + at, mask=(x < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -229,14 +228,16 @@ def attend_kernel(
     acc, mass = tl.where(there, acc, 0.0), tl.where(there, mass, 0.0)
     top = tl.where(there, top, -float("inf"))
 
-    out_n = H.to(tl.int64) * E
-    out_ptr += b * N * out_n + head * E
-    finish(out_ptr, lse_ptr + row_id * PADDED, start, out_n, (slot < 0) & (start < PADDED), N, end,
-           acc, top, mass, keep_scale, E, BLOCK_E)  # fmt: skip
-    share_ptr += row_id * SHARES * (SIZE * (E + 2))
-    put_part(share_ptr, slot, acc, 0, sub, SIZE, BLOCK_Q, E, BLOCK_E, E + 2)
-    put_part(share_ptr, slot, top[:, None], E, sub, SIZE, BLOCK_Q, 1, 1, E + 2)
-    put_part(share_ptr, slot, mass[:, None], E + 1, sub, SIZE, BLOCK_Q, 1, 1, E + 2)
+    if slot < 0:
+        out_n = H.to(tl.int64) * E
+        out_ptr += b * N * out_n + head * E
+        finish(out_ptr, lse_ptr + row_id * PADDED, start, out_n, start < PADDED, N, end,
+               acc, top, mass, keep_scale, E, BLOCK_E)  # fmt: skip
+    else:
+        share_ptr += (row_id * SHARES + slot) * (SIZE * (E + 2))
+        put_part(share_ptr, acc, 0, sub, BLOCK_Q, E, BLOCK_E, E + 2)
+        put_part(share_ptr, top[:, None], E, sub, BLOCK_Q, 1, 1, E + 2)
+        put_part(share_ptr, mass[:, None], E + 1, sub, BLOCK_Q, 1, 1, E + 2)
 
 
 @launched
@@ -253,7 +254,7 @@ def merge_kernel(
     merges_ptr += pattern(b, head, TABLE_B, TABLE_H) * ITEMS + item
     row, first = tl.load(merges_ptr), tl.load(merges_ptr + PLANE)
     count = tl.load(merges_ptr + 2 * tl.cast(PLANE, tl.int64))
-    share_ptr += row_id * SHARES * (SIZE * (E + 2))
+    share_ptr += (row_id * SHARES + first) * (SIZE * (E + 2))
     start = row * SIZE + sub * BLOCK_Q
     end = N
     if LENGTHS:
@@ -262,10 +263,10 @@ def merge_kernel(
     top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK_Q,), tl.float32)
     for part in tl.range(0, count, loop_unroll_factor=4):
-        slot = first + part
-        other = get_part(share_ptr, slot, 0, sub, SIZE, BLOCK_Q, E, BLOCK_E, E + 2)
-        its_top = tl.sum(get_part(share_ptr, slot, E, sub, SIZE, BLOCK_Q, 1, 1, E + 2), 1)
-        its_mass = tl.sum(get_part(share_ptr, slot, E + 1, sub, SIZE, BLOCK_Q, 1, 1, E + 2), 1)
+        ptr = share_ptr + part * (SIZE * (E + 2))
+        other = get_part(ptr, 0, sub, BLOCK_Q, E, BLOCK_E, E + 2)
+        its_top = tl.sum(get_part(ptr, E, sub, BLOCK_Q, 1, 1, E + 2), 1)
+        its_mass = tl.sum(get_part(ptr, E + 1, sub, BLOCK_Q, 1, 1, E + 2), 1)
         larger = tl.maximum(top, its_top)
         level = tl.where(larger == -float("inf"), 0.0, larger)
         shrink, its_shrink = tl.exp2(top - level), tl.exp2(its_top - level)

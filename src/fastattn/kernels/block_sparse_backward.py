@@ -95,9 +95,11 @@ def grad_queries_kernel(
         )
         coming, its_weight = entry_at(blocks_ptr, weight_ptr, (turn + 2) // SUBS_K, count, WEIGHTED)
     dq = tl.where((whole == float("inf"))[:, None], 0.0, dq)  # what sees nothing, NaN or not
-    put(dq_ptr, start, dq_n, (i < N) & (slot < 0), dq * slope, D, BLOCK_D)
-    share_ptr += row_id * SHARES * (SIZE * D)
-    put_part(share_ptr, slot, dq, 0, sub, SIZE, BLOCK_Q, D, BLOCK_D, D)
+    if slot < 0:
+        put(dq_ptr, start, dq_n, i < N, dq * slope, D, BLOCK_D)
+    else:
+        share_ptr += (row_id * SHARES + slot) * (SIZE * D)
+        put_part(share_ptr, dq, 0, sub, BLOCK_Q, D, BLOCK_D, D)
     leads = tl.load(items_ptr + 4 * tl.cast(PLANE, tl.int64) + which * ITEMS + item) != 0
     tl.store(delta_ptr + row_id * PADDED + i, delta, mask=(i < PADDED) & leads)
 
@@ -175,34 +177,42 @@ def grad_keys_kernel(
         block, weight = entry_at(blocks_ptr, weight_ptr, (turn + 1) // SUBS_Q, count, WEIGHTED)
     real = (keep & (count > 0))[:, None]  # what is in rows of keys that nobody sees is anything
     dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
-    here = (j < S) & (slot < 0)
-    put(dk_ptr, start, dk_n, here, dk * slope, D, BLOCK_D)
-    put(dv_ptr, start, dv_n, here, dv, E, BLOCK_E)
-    share_ptr += row_id * SHARES * (SIZE * (D + E))
-    put_part(share_ptr, slot, dk, 0, sub, SIZE, BLOCK_K, D, BLOCK_D, D + E)
-    put_part(share_ptr, slot, dv, D, sub, SIZE, BLOCK_K, E, BLOCK_E, D + E)
+    if slot < 0:
+        put(dk_ptr, start, dk_n, j < S, dk * slope, D, BLOCK_D)
+        put(dv_ptr, start, dv_n, j < S, dv, E, BLOCK_E)
+    else:
+        share_ptr += (row_id * SHARES + slot) * (SIZE * (D + E))
+        put_part(share_ptr, dk, 0, sub, BLOCK_K, D, BLOCK_D, D + E)
+        put_part(share_ptr, dv, D, sub, BLOCK_K, E, BLOCK_E, D + E)
 
 
 @launched
 def add_kernel(
-    share_ptr, merges_ptr, sum_ptr,
-    H, N, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES, FIRST,
+    share_ptr, merges_ptr, one_ptr, two_ptr,
+    H, N, ITEMS, PLANE, TABLE_B, TABLE_H, SHARES,
     slope,
-    D: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BOTH: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Of N rows of width D, those that were cut: columns FIRST to FIRST + D of EACH in a slot."""
+    """Of N rows, those that were cut: dq; or dk, and BOTH it and dv, which stand side by side."""
     SUBS: tl.constexpr = SIZE // BLOCK_Q
+    EACH: tl.constexpr = D + E if BOTH else D
     row_id, item, sub = program(ITEMS, SUBS)
     b, head = row_id // H, row_id % H
     merges_ptr += pattern(b, head, TABLE_B, TABLE_H) * ITEMS + item
     row, first = tl.load(merges_ptr), tl.load(merges_ptr + PLANE)
     count = tl.load(merges_ptr + 2 * tl.cast(PLANE, tl.int64))
-    share_ptr += row_id * SHARES * (SIZE * EACH)
-    total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    for part in tl.range(0, count, loop_unroll_factor=4):
-        total += get_part(share_ptr, first + part, FIRST, sub, SIZE, BLOCK_Q, D, BLOCK_D, EACH)
+    share_ptr += (row_id * SHARES + first) * (SIZE * EACH)
     start = row * SIZE + sub * BLOCK_Q
-    sum_n = H.to(tl.int64) * D
+    one = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    two = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
+    for part in tl.range(0, count, loop_unroll_factor=4):
+        ptr = share_ptr + part * (SIZE * EACH)
+        one += get_part(ptr, 0, sub, BLOCK_Q, D, BLOCK_D, EACH)
+        if BOTH:
+            two += get_part(ptr, D, sub, BLOCK_Q, E, BLOCK_E, EACH)
     here = start + tl.arange(0, BLOCK_Q) < N
-    put(sum_ptr + b * N * sum_n + head * D, start, sum_n, here, total * slope, D, BLOCK_D)
+    one_n, two_n = H.to(tl.int64) * D, H.to(tl.int64) * E
+    put(one_ptr + b * N * one_n + head * D, start, one_n, here, one * slope, D, BLOCK_D)
+    if BOTH:
+        put(two_ptr + b * N * two_n + head * E, start, two_n, here, two, E, BLOCK_E)

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 SIZES = ("H", "HKV", "G", "N", "S", "SPLITS", "SHARES", "DSHARES", "KEYROWS")
-SIZES += ("PADDED", "WORDS", "ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H", "FIRST")
+SIZES += ("PADDED", "WORDS", "ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H")
+SIZES += ("HEADS", "ROWS", "FIRST", "LAST", "LEFT", "RIGHT", "DRAWN", "LIMIT", "CUTS", "PARTS")
 STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "dout") for i in "bhn")
-WIDE = (*STRIDES, "THRESHOLD")
+WIDE = (*STRIDES, "THRESHOLD", "STATE")
 
 
 def launched(function):

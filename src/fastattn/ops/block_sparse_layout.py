@@ -15,10 +15,8 @@ from torch import Tensor
 from fastattn import _check
 from fastattn.ops.block_sparse_lists import (
     Lists,
-    Tables,
     from_entries,
     from_mask,
-    tables_of,
     to_mask,
 )
 from fastattn.ops.block_sparse_plans import PLANS, draw_published, draw_uniform
@@ -218,18 +216,14 @@ class BlockLayout:
             whole = torch.full((1,), self.shape[0], dtype=torch.int64, device=device)
             return _evaluate(self, whole, columns)
 
-        return self._once((device, columns), make)
+        return self.once((device, columns), make)
 
-    def tables(
-        self, device: torch.device, lengths: Tensor | None = None, *, columns: bool = False
-    ) -> Tables:
-        """What kernels read of :meth:`lists`."""
-        if lengths is not None and self._explicit is None:
-            return tables_of(self.lists(device, lengths, columns=columns))
-        key = device, columns, "tables"
-        return self._once(key, lambda: tables_of(self.lists(device, columns=columns)))
+    @property
+    def is_explicit(self) -> bool:
+        """Whether it is a list, and not evaluated for each length."""
+        return self._explicit is not None
 
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
+    def once(self, key: Any, make: Callable[[], T]) -> T:
         """What was made for this key before, or is now; kept if it is what any later call can use.
 
         A compiler's or a transform's tensors stand for others; one that is made while a CUDA graph
@@ -419,7 +413,7 @@ def _evaluate(layout: BlockLayout, lengths: Tensor, columns: bool) -> Lists:
     absent = torch.cat([absent.expand(seen.shape).flatten(2), beyond.flatten(2)], -1)
     if columns:
         rows, blocks = blocks, rows
-    return from_entries(rows, blocks, absent, n, is_global & (row < length), count)
+    return from_entries(rows, blocks, absent, n)
 
 
 def _both(mask: Tensor, log_weight: Tensor | None) -> tuple[Lists, Lists]:

@@ -25,17 +25,18 @@ class Lists(NamedTuple):
             1, or the heads.
         blocks: ``(p, h, room)`` int32; behind the last entry anything.
         log_weight: ``(p, h, room)`` float64, added to the logits of a block; or None.
-        long: ``(p, h, rows)`` bool: rows that kernels cut into parts of ``limit`` entries. Of a
-            head there are at most ``cuts``, and they have at most ``parts`` parts.
+        long: Of explicit lists, ``(p, h, rows)`` bool: rows that kernels cut into parts of
+            ``limit`` entries. Of a head there are at most ``cuts``, and they have at most
+            ``parts`` parts.
     """
 
     starts: Tensor
     blocks: Tensor
     log_weight: Tensor | None
-    long: Tensor
-    limit: int
-    cuts: int
-    parts: int
+    long: Tensor | None = None
+    limit: int = 0
+    cuts: int = 0
+    parts: int = 0
 
     def to(self, device: torch.device) -> Lists:
         moved = (x.to(device) if isinstance(x, Tensor) else x for x in self)
@@ -48,24 +49,18 @@ class Lists(NamedTuple):
         return torch.searchsorted(self.starts.long(), places, right=True) - 1
 
 
-def from_entries(
-    rows: Tensor, blocks: Tensor, absent: Tensor, count: int, long: Tensor, cuts: int
-) -> Lists:
+def from_entries(rows: Tensor, blocks: Tensor, absent: Tensor, count: int) -> Lists:
     """Lists of a square pattern from what stands in any order.
 
     Args:
         rows, blocks: ``(p, h, room)`` int64.
         absent: ``(p, h, room)`` bool: entries that do not exist.
         count: How many rows, and how many blocks.
-        long: ``(p, rows)`` bool: rows that may see all blocks, at most ``cuts``.
     """
     key = torch.where(absent, count * count, rows * count + blocks).sort(-1)[0]
     ends = torch.arange(count + 1, device=key.device) * count
     starts = torch.searchsorted(key, ends.expand(*key.shape[:2], -1).contiguous())
-    limit = _tuning.block_sparse_part(count)
-    long = long.unsqueeze(1).expand(*key.shape[:2], -1)
-    parts = cuts * -(-count // limit)
-    return Lists(starts.int(), (key % count).int(), None, long, limit, cuts, parts)
+    return Lists(starts.int(), (key % count).int(), None)
 
 
 def from_mask(mask: Tensor, log_weight: Tensor | None) -> Lists:
@@ -138,7 +133,8 @@ class Tables(NamedTuple):
 
 
 def tables_of(lists: Lists) -> Tables:
-    """Parts of long rows, of ``limit`` entries; every other row is one part."""
+    """Of explicit lists: parts of long rows, of ``limit`` entries; every other row is one part."""
+    assert lists.long is not None
     starts, rows = lists.starts.long(), lists.starts.shape[2] - 1
     lengths = starts.diff(dim=-1)
     each = torch.where(lists.long, (lengths + lists.limit - 1) // lists.limit, 1).clamp(min=1)

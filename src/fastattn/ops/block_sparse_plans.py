@@ -25,6 +25,17 @@ def mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+def state_of(*counters: int) -> int:
+    """The hash behind counters that are Python numbers, as an int64."""
+    x, every = 0, 2**64 - 1
+    for counter in counters:
+        x = ((x ^ (counter & every)) + 0x9E3779B97F4A7C15) & every
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & every
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & every
+        x = x ^ (x >> 31)
+    return x - 2**64 if x >> 63 else x
+
+
 def below(limit: Tensor, *counters: Tensor | int) -> Tensor:
     """Numbers from 0 to ``limit`` - 1, a function of the counters; zero where the limit is below 1.
 

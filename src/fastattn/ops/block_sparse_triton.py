@@ -17,12 +17,13 @@ from fastattn import _autograd, _tuning
 from fastattn._launch import dense, heads_inside, launch, merged, whole
 from fastattn.ops.block_sparse_layout import BlockLayout
 from fastattn.ops.block_sparse_lists import LOG2E, Tables
+from fastattn.ops.block_sparse_tables import tables
 from fastattn.ops.block_sparse_torch import in_blocks, visible_keys
 from fastattn.ops.philox import threshold
 
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _ABOUT = "Tensor? words, Tensor? lengths, Tensor? seed"
-_ROWS = "Tensor blocks, Tensor? weight, Tensor items, Tensor merges, int parts"
+_ROWS = "Tensor blocks, Tensor? weight, Tensor items, Tensor merges, SymInt parts"
 _COLUMNS = _ROWS.replace(" blocks", " by_column").replace("weight", "column_weight")
 _COLUMNS = _COLUMNS.replace("items", "column_items").replace("merges", "column_merges")
 _COLUMNS = _COLUMNS.replace("parts", "column_parts")
@@ -52,12 +53,11 @@ def attend(
     seen = visible_keys(k.shape[0], k.shape[2], key_padding_mask, lengths, q.device)
     words = None if seen is None else bit_words(seen)
     blocks = in_blocks(lengths, layout.block_size)
-    rows = layout.tables(q.device, blocks)
+    rows, columns = tables(layout, q.device, blocks)
     numbers = (layout.block_size, layout.causal, scale, dropout_p)
     about = (words, lengths, seed)
     if not _needs_gradient(q, k, v):
         return _call_forward(q, k, v, *about, *rows, *numbers)[0]
-    columns = layout.tables(q.device, blocks, columns=True)
     out: Tensor = _autograd.apply(_BlockSparse, q, k, v, *about, *rows, *columns, *numbers)[0]
     return out
 
@@ -174,8 +174,7 @@ class _Options(NamedTuple):
     drops: bool
     full: bool
     unit: int
-    width: int = 0  # of a kernel that adds: what it adds,
-    each: int = 0  # of so many numbers
+    both: bool = False  # of the kernel that adds: dk and dv, not dq
 
 
 def _constants(kernel: str, options: _Options) -> dict[str, Any]:
@@ -185,10 +184,10 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
     dot, precision = _tuning.block_sparse_dot_type(options.dtype)
     return {
         "UNIT": options.unit,
-        "D": options.width or options.d,
+        "BOTH": options.both,
+        "D": options.d,
         "E": options.e,
         "SIZE": options.size,
-        "EACH": options.each,
         "MASKED": options.masked,
         "LENGTHS": options.lengths,
         "WEIGHTED": options.weighted,
@@ -203,8 +202,7 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
 
 def _tiles(kernel: str, options: _Options) -> dict[str, int]:
     name = kernel.split(".")[1]
-    d = options.width or options.d
-    return _tuning.block_sparse(name, d, options.e, options.size, options.dtype)
+    return _tuning.block_sparse(name, options.d, options.e, options.size, options.dtype)
 
 
 class _Call(NamedTuple):
@@ -216,6 +214,7 @@ class _Call(NamedTuple):
     words: Tensor | None
     lengths: Tensor | None
     seed: Tensor | None
+    strides: tuple[int, ...]
     options: _Options
     scale: float
     dropout_p: float
@@ -225,29 +224,27 @@ class _Call(NamedTuple):
         return self.q, self.k, self.v, self.words, self.lengths, self.seed
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        return (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3])
-
-    @property
     def heads(self) -> int:
         return self.q.shape[0] * self.q.shape[1]
 
-    def sizes(self, tables: Tables) -> tuple[int, ...]:
+    def sizes(self, of: Tables) -> tuple[int, ...]:
         """H, G, N, S, PADDED, WORDS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD."""
-        _, p, h, items = tables.items.shape
+        _, p, h, items = of.items.shape
+        _, heads, n, _ = self.q.shape
+        _, heads_kv, s, _ = self.k.shape
         return (
-            self.q.shape[1],
-            self.q.shape[1] // self.k.shape[1],
-            self.q.shape[2],
-            self.k.shape[2],
-            padded(self.q.shape[2], self.options.size),
-            padded(self.k.shape[2], 64) // 32,
+            heads,
+            heads // heads_kv,
+            n,
+            s,
+            padded(n, self.options.size),
+            padded(s, 64) // 32,
             items,
             p * h * items,
-            tables.blocks.shape[2],
+            of.blocks.shape[2],
             h if p > 1 else 0,
             1 if h > 1 else 0,
-            tables.parts,
+            of.parts,
             threshold(self.dropout_p),
         )
 
@@ -260,8 +257,8 @@ class _Call(NamedTuple):
     def numbers(self) -> tuple[float, float, float]:
         return self.scale * LOG2E, self.scale, 1 / (1 - self.dropout_p)
 
-    def shares(self, tables: Tables, each: int) -> Tensor:
-        count = self.heads * tables.parts * self.options.size * each
+    def shares(self, of: Tables, each: int) -> Tensor:
+        count = self.heads * of.parts * self.options.size * each
         return self.q.new_empty(count, dtype=torch.float32)
 
 
@@ -288,7 +285,7 @@ def _prepare(
     options = _Options(
         q.dtype, q.shape[3], v.shape[3], size, *given, causal, seed is not None, full, unit
     )
-    return _Call(q, k, v, whole(words), whole(lengths), seed, options, scale, dropout_p)
+    return _Call(q, k, v, whole(words), whole(lengths), seed, strides, options, scale, dropout_p)
 
 
 def _forward(
@@ -313,20 +310,21 @@ def _forward(
         out.zero_()
         lse.fill_(torch.inf)
         return buffers
-    tables = Tables(blocks, weight, items, merges, parts)
-    shares = call.shares(tables, call.options.e + 2)
+    rows = Tables(blocks, weight, items, merges, parts)
+    shares = call.shares(rows, call.options.e + 2)
     scale, _, keep_scale = call.numbers
+    sizes = call.sizes(rows)
     launch(
         "block_sparse.attend",
         call.grid("block_sparse.attend", items.shape[3]),
         (*call.inputs, blocks, weight, items, out, lse, shares,
-         *call.strides, *call.sizes(tables), scale, keep_scale),
+         *call.strides, *sizes, scale, keep_scale),
         call.options,
         _constants,
     )  # fmt: skip
     cuts = merges.shape[3]
     if cuts:
-        h, _, n, *_ = sizes = call.sizes(tables)
+        h, _, n, *_ = sizes
         plane = merges.numel() // 3
         launch(
             "block_sparse.merge",
@@ -372,35 +370,34 @@ def _backward(
     if any(s % 8 for s in dout.stride()[:3]):
         options = options._replace(unit=1)
         call = call._replace(options=options)
-    (b, h, n, d), h_kv, s, e = q.shape, k.shape[1], k.shape[2], v.shape[3]
+    (b, h, _, d), h_kv, s, e = q.shape, k.shape[1], k.shape[2], v.shape[3]
     strides = (*call.strides, *dout.stride()[:3])
     delta = torch.empty_like(lse)
     rows = Tables(blocks, weight, items, merges, parts)
-    shares = call.shares(rows, d)
+    shares, sizes = call.shares(rows, d), call.sizes(rows)
     launch(
         "block_sparse_backward.grad_queries",
         call.grid("block_sparse_backward.grad_queries", items.shape[3]),
         (*call.inputs, blocks, weight, items, out, dout, lse, delta, dq, shares,
-         *strides, *call.sizes(rows), *call.numbers),
+         *strides, *sizes, *call.numbers),
         options,
         _constants,
     )  # fmt: skip
-    _add(call, rows, shares, dq, n, 0, d, call.scale)
+    _add(call, rows, shares, sizes, dq)
     g = h // h_kv
     each = (dk, dv) if g == 1 else tuple(x.new_empty(b, s, h, w).transpose(1, 2)
                                          for x, w in ((k, d), (v, e)))  # fmt: skip
     columns = Tables(by_column, column_weight, column_items, column_merges, column_parts)
-    shares = call.shares(columns, d + e)
+    shares, sizes = call.shares(columns, d + e), call.sizes(columns)
     launch(
         "block_sparse_backward.grad_keys",
         call.grid("block_sparse_backward.grad_keys", column_items.shape[3], "BLOCK_K"),
         (*call.inputs, by_column, column_weight, column_items, dout, lse, delta, *each, shares,
-         *strides, *call.sizes(columns), *call.numbers),
+         *strides, *sizes, *call.numbers),
         options,
         _constants,
     )  # fmt: skip
-    _add(call, columns, shares, each[0], s, 0, d + e, call.scale)
-    _add(call, columns, shares, each[1], s, d, d + e, 1.0)
+    _add(call, columns, shares, sizes, *each)
     if g > 1:
         for x, total in zip(each, (dk, dv), strict=True):
             torch.sum(x.unflatten(1, (h_kv, g)), 2, out=total)
@@ -409,26 +406,22 @@ def _backward(
 
 def _add(
     call: _Call,
-    tables: Tables,
+    of: Tables,
     shares: Tensor,
-    total: Tensor,
-    n: int,
-    first: int,
-    each: int,
-    slope: float,
+    sizes: tuple[int, ...],
+    one: Tensor,
+    two: Tensor | None = None,
 ) -> None:
-    """Where rows were cut, the sums of their parts: columns from ``first`` on of ``each``."""
-    cuts = tables.merges.shape[3]
+    """Where rows were cut, the sums of their parts: dq, or dk and dv."""
+    cuts = of.merges.shape[3]
     if not cuts:
         return
-    options = call.options._replace(width=total.shape[3], each=each)
-    sizes = call.sizes(tables)
     launch(
         "block_sparse_backward.add",
-        call._replace(options=options).grid("block_sparse_backward.add", cuts),
-        (shares, tables.merges, total, sizes[0], n, cuts, tables.merges.numel() // 3,
-         *sizes[9:11], tables.parts, first, slope),
-        options,
+        call.grid("block_sparse_backward.add", cuts),
+        (shares, of.merges, one, one if two is None else two, sizes[0], one.shape[2], cuts,
+         of.merges.numel() // 3, *sizes[9:11], of.parts, call.scale),
+        call.options._replace(both=two is not None),
         _constants,
     )  # fmt: skip
 
