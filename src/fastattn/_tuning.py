@@ -253,7 +253,8 @@ def block_sparse_tables(kernel: str) -> dict[str, int]:
     """Tiles of the kernels that evaluate a recipe: "rows", one a thread, or "columns"."""
     return {
         "BLOCK": 128 if kernel == "rows" else 32,
-        "CHUNK": 128,
+        "CHUNK": 1024,
+        "FEW": 64,
         "num_warps": 4,
         "num_stages": 1,
     }

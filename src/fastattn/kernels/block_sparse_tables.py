@@ -152,9 +152,9 @@ def rows_kernel(
 
 @launched
 def columns_kernel(
-    lengths_ptr, drawn_ptr, blocks_ptr, items_ptr, merges_ptr,
+    lengths_ptr, drawn_ptr, blocks_ptr, items_ptr, merges_ptr, sorted_ptr,
     HEADS, ROWS, FIRST, LAST, LEFT, RIGHT, DRAWN, ROOM, ITEMS, LIMIT, CUTS, PARTS,
-    CAUSAL: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The entries of column j begin ROOM·j behind as many as were drawn from columns before it."""
     of = tl.program_id(0).to(tl.int64)
@@ -163,6 +163,7 @@ def columns_kernel(
     items_ptr += of * ITEMS
     merges_ptr += of * CUTS
     drawn_ptr += of * ROWS * DRAWN
+    sorted_ptr += of * ROWS * DRAWN
     numbers = ROWS * (ROOM + DRAWN)
     blocks_ptr += of * (numbers + ROWS)
     low = tl.program_id(1) * BLOCK
@@ -170,15 +171,30 @@ def columns_kernel(
     inside = column < ROWS
     here = (column >= first) & (column < last)
 
+    # of all draws those from these columns, in their order, to where none from others come
     draws = ROWS * DRAWN
     before = tl.zeros((CHUNK,), tl.int32)
-    times = tl.zeros((BLOCK,), tl.int32)
     for place in range(0, draws, CHUNK):
         index = place + tl.arange(0, CHUNK)
         block = tl.load(drawn_ptr + index, mask=index < draws, other=-1)
         before += ((block >= 0) & (block < low)).to(tl.int32)
+    earlier = tl.sum(before, 0)
+    own = 0
+    for place in range(0, draws, CHUNK):
+        index = place + tl.arange(0, CHUNK)
+        block = tl.load(drawn_ptr + index, mask=index < draws, other=-1)
+        mine = ((block >= low) & (block < low + BLOCK)).to(tl.int32)
+        to = earlier + own + tl.cumsum(mine, 0) - mine
+        tl.store(sorted_ptr + to, index, mask=mine > 0)
+        own += tl.sum(mine, 0)
+    tl.debug_barrier()
+    times = tl.zeros((BLOCK,), tl.int32)
+    for place in range(0, own, FEW):
+        index = place + tl.arange(0, FEW)
+        which = tl.load(sorted_ptr + earlier + index, mask=index < own, other=0)
+        block = tl.load(drawn_ptr + which, mask=index < own, other=-1)
         times += tl.sum((block[None, :] == column[:, None]).to(tl.int32), 1)
-    start = column * ROOM + tl.sum(before, 0) + tl.cumsum(times, 0) - times
+    start = column * ROOM + earlier + tl.cumsum(times, 0) - times
 
     at = start
     for x in range(0, FIRST):
@@ -193,12 +209,13 @@ def columns_kernel(
         real = here & (nearest + x < furthest)
         tl.store(blocks_ptr + at, nearest + x, mask=real)
         at += real.to(tl.int32)
-    for place in range(0, draws, CHUNK):
-        index = place + tl.arange(0, CHUNK)
-        block = tl.load(drawn_ptr + index, mask=index < draws, other=-1)
-        same = ((block[None, :] == column[:, None]) & here[:, None]).to(tl.int32)
+    for place in range(0, own, FEW):
+        index = place + tl.arange(0, FEW)
+        which = tl.load(sorted_ptr + earlier + index, mask=index < own, other=0)
+        block = tl.load(drawn_ptr + which, mask=index < own, other=-1)
+        same = (block[None, :] == column[:, None]).to(tl.int32)
         to = at[:, None] + tl.cumsum(same, 1) - same
-        row = (index // tl.maximum(DRAWN, 1))[None, :] + tl.zeros_like(to)
+        row = (which // tl.maximum(DRAWN, 1))[None, :] + tl.zeros_like(to)
         tl.store(blocks_ptr + to, row, mask=same > 0)
         at += tl.sum(same, 1)
     for x in range(0, LAST):

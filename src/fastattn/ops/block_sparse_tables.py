@@ -109,11 +109,11 @@ def _tables(
     programs = lengths.shape[0] * heads
     if not programs:
         return made
-    draws = lengths.new_empty(programs * rows * drawn)
+    draws, by_column = lengths.new_empty(2, programs * rows * drawn).unbind()
     room, items = first + last + left + right + 1, cuts * parts + rows
     for kernel, buffers, more, about in (
         ("block_sparse_tables.rows", made[:3], (state,), room + drawn),
-        ("block_sparse_tables.columns", made[3:], (), room),
+        ("block_sparse_tables.columns", made[3:], (by_column,), room),
     ):
         tile = _tuning.block_sparse_tables(kernel.split(".")[1])["BLOCK"]
         launch(
