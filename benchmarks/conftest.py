@@ -8,6 +8,7 @@ function; the largest of output and gradients. On a CPU the time is a median of 
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import statistics
@@ -138,7 +139,9 @@ def peak_memory(call) -> float | None:
     """MiB above what is there before the call; None on a CPU."""
     if DEVICE == "cpu":
         return None
+    gc.collect()  # what an earlier measurement left in cycles may not be freed in the middle,
     torch.cuda.synchronize()
+    time.sleep(0.05)  # nor the last gradients, which autograd's thread holds until it has run on
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
