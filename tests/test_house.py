@@ -64,6 +64,7 @@ def test_the_public_names():
         "BigBirdAttention",
         "MECHANISMS",
         "LinearAttention",
+        "LinformerAttention",
         "PerformerAttention",
         "__version__",
         "convert",
@@ -84,9 +85,11 @@ def test_the_public_names():
         "linear_attention_reference",
         "linear_attention_scan",
         "linear_attention_scan_reference",
+        "linformer_attention",
+        "linformer_attention_reference",
         "oprf_constant",
     }
-    assert set(fastattn.MECHANISMS) == {"linear", "performer", "bigbird"}
+    assert set(fastattn.MECHANISMS) == {"linear", "performer", "bigbird", "linformer"}
     for name in fastattn.__all__:
         assert hasattr(fastattn, name)
 

@@ -6,7 +6,13 @@ neither triton nor a GPU. ``python -m fastattn.env`` says what can run here.
 
 from fastattn import ops
 from fastattn.convert import convert, revert
-from fastattn.nn import MECHANISMS, BigBirdAttention, LinearAttention, PerformerAttention
+from fastattn.nn import (
+    MECHANISMS,
+    BigBirdAttention,
+    LinearAttention,
+    LinformerAttention,
+    PerformerAttention,
+)
 
 __version__ = "0.1.0"
 
@@ -14,6 +20,7 @@ __all__ = [
     "MECHANISMS",
     "BigBirdAttention",
     "LinearAttention",
+    "LinformerAttention",
     "PerformerAttention",
     "__version__",
     "convert",

@@ -57,7 +57,7 @@ class Encoder(nn.Module):
             as "bigbird linear". A name may have options of its mechanism behind it:
             "bigbird:block_size=32,num_random_blocks=4".
         positions: "rotary" (softmax only), "sinusoidal" or "learned".
-        max_length: Longest sequence that learned positions can take.
+        max_length: Longest sequence that learned positions, and Linformer, can take.
         width, depth, heads, ff: Sizes; ff is the hidden width of the feed-forward part.
         dropout: After the embedding, each mixer and each feed-forward part.
 
@@ -94,7 +94,7 @@ class Encoder(nn.Module):
         self.place = nn.Embedding(max_length, width) if positions == "learned" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(_mixer(*of, width, heads, positions, layer), width, ff, dropout)
+            Block(_mixer(*of, width, heads, positions, max_length, layer), width, ff, dropout)
             for layer, of in enumerate(mixers * (depth // len(mixers)))
         )
         self.norm = nn.LayerNorm(width)
@@ -184,7 +184,13 @@ def mixers_of(mixer: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _mixer(
-    name: str, options: dict[str, Any], width: int, heads: int, positions: str, layer: int
+    name: str,
+    options: dict[str, Any],
+    width: int,
+    heads: int,
+    positions: str,
+    max_length: int,
+    layer: int,
 ) -> nn.Module:
     if name == "softmax":
         from fastattn.lra.mixers.softmax import SoftmaxAttention
@@ -192,5 +198,6 @@ def _mixer(
         return SoftmaxAttention(width, heads, rotary=positions == "rotary")
     kind = MECHANISMS[name]
     # what is drawn at random differs by layer
-    seed: dict[str, Any] = {"seed": layer} if "seed" in kind.option_names() else {}
-    return kind(width, heads, batch_first=True, **seed | options)
+    ours = {"seed": layer, "seq_len": max_length}
+    ours = {name: x for name, x in ours.items() if name in kind.option_names()}
+    return kind(width, heads, batch_first=True, **ours | options)

@@ -2,6 +2,7 @@
 
 from fastattn.nn.bigbird import BigBirdAttention
 from fastattn.nn.linear import LinearAttention
+from fastattn.nn.linformer import LinformerAttention
 from fastattn.nn.multihead import MultiHead
 from fastattn.nn.performer import PerformerAttention, redraw_projections
 
@@ -9,12 +10,14 @@ MECHANISMS: dict[str, type[MultiHead]] = {
     "linear": LinearAttention,
     "performer": PerformerAttention,
     "bigbird": BigBirdAttention,
+    "linformer": LinformerAttention,
 }
 
 __all__ = [
     "MECHANISMS",
     "BigBirdAttention",
     "LinearAttention",
+    "LinformerAttention",
     "MultiHead",
     "PerformerAttention",
     "redraw_projections",

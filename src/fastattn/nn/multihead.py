@@ -18,8 +18,9 @@ WAY_OUT = (
 class MultiHead(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with another core; the base of every mechanism, abstract.
 
-    ``forward`` is four steps, each of which a mechanism may override: ``_project`` (inputs to
-    heads), ``_attend`` (the mechanism, required), ``_merge`` (heads to one width), ``out_proj``.
+    ``forward`` is four steps, each of which a mechanism may override: ``_heads`` (inputs to heads,
+    by ``_project``), ``_attend`` (the mechanism, required), ``_merge`` (heads to one width),
+    ``out_proj``.
     ``_configure`` takes a mechanism's own options, keyword-only with defaults, and stores each as
     the attribute of its name: the constructor and ``fastattn.convert`` both call it.
 
@@ -159,10 +160,11 @@ class MultiHead(nn.MultiheadAttention):
         batched = self._check_inputs(query, key, value)
         causal = self._is_causal(attn_mask, is_causal, query, key, batched)
         ignored = self._ignored(key_padding_mask, batched)
-        q, k, v = self._project(*self._batch_first((query, key, value), batched))
-        q, k, v, ignored = self._extend(q, k, v, ignored, causal)
+        inputs = self._batch_first((query, key, value), batched)
+        q, k, v, about = self._heads(*inputs, ignored, causal, need_weights)
+        q, k, v, about = self._extend(q, k, v, about, causal)
 
-        out = self._attend(q, k, v, causal=causal, key_padding_mask=ignored)
+        out = self._attend(q, k, v, causal=causal, key_padding_mask=about)
         skip = self._extra_keys if causal else 0  # the queries that only carry the extra keys
         out = out[:, :, skip:]
         if not self._drops_weights:
@@ -170,10 +172,22 @@ class MultiHead(nn.MultiheadAttention):
         out = self.out_proj(self._merge(out, batched))
         if not need_weights:
             return out, None
-        weights = self._weights(q, k, causal, ignored)[:, :, skip:]
+        weights = self._weights(q, k, causal, about)[:, :, skip:]
         weights = weights.roll(-skip, -1)  # extra keys are the last columns, as in stock
         weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if batched else weights.squeeze(0)
+
+    def _heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ignored: Tensor | None,
+        causal: bool,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Inputs ``(b, n, width)`` to heads ``(b, h, n, d)``, and what ``_attend`` gets of keys."""
+        return *self._project(query, key, value), ignored
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(b, n, width)`` each to ``(b, h, n, d)`` each, in as few products as stock."""
@@ -181,18 +195,18 @@ class MultiHead(nn.MultiheadAttention):
         if weight is None:
             biases = (None,) * 3 if bias is None else bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            parts = map(_linear, (query, key, value), weights, biases)
+            parts = map(linear, (query, key, value), weights, biases)
         elif query is key and key is value:
-            parts = iter(_linear(query, weight, bias).chunk(3, -1))
+            parts = iter(linear(query, weight, bias).chunk(3, -1))
         elif key is value:
             sizes = [self.embed_dim, 2 * self.embed_dim]
             for_q, for_kv = weight.split(sizes)
             bias_q, bias_kv = (None, None) if bias is None else bias.split(sizes)
-            both = _linear(key, for_kv, bias_kv).chunk(2, -1)
-            parts = iter((_linear(query, for_q, bias_q), *both))
+            both = linear(key, for_kv, bias_kv).chunk(2, -1)
+            parts = iter((linear(query, for_q, bias_q), *both))
         else:
             biases = (None,) * 3 if bias is None else bias.chunk(3)
-            parts = map(_linear, (query, key, value), weight.chunk(3), biases)
+            parts = map(linear, (query, key, value), weight.chunk(3), biases)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in parts)
         return q, k, v
 
@@ -346,7 +360,7 @@ class MultiHead(nn.MultiheadAttention):
         return mask if batched else mask.unsqueeze(0)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of ``(b, n, width)``; a transposed view is not copied first."""
     if x.stride(0) >= x.stride(1):
         return F.linear(x, weight, bias)

@@ -18,6 +18,7 @@ from fastattn.ops.linear_attention import (
     linear_attention_scan,
     linear_attention_scan_reference,
 )
+from fastattn.ops.linformer import linformer_attention, linformer_attention_reference
 
 __all__ = [
     "BlockLayout",
@@ -33,5 +34,7 @@ __all__ = [
     "linear_attention_reference",
     "linear_attention_scan",
     "linear_attention_scan_reference",
+    "linformer_attention",
+    "linformer_attention_reference",
     "oprf_constant",
 ]
