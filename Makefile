@@ -21,8 +21,9 @@ demo: .venv/lra.stamp
 	@echo "      --recipe listops-budget --out runs/listops-linear"
 	@echo "  $(BIN)/fastattn-lra test --run runs/listops-linear"
 
+# A process a core, with one thread each: more would only wait for one another.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -236,6 +236,35 @@ def block_sparse_calls() -> dict[str, Callable[[], object]]:
     bf16 = torch.bfloat16
     calls["bfloat16 causal"] = lambda: call(64, 64, bf16, causal=True)
     calls["bfloat16 everything"] = lambda: call(64, 64, bf16, everything=True)
+    lengths = torch.tensor([4, 5])
+    recipes = BlockLayout.bigbird(4096), BlockLayout.sliding_window(4096, causal=True)
+    calls["tables"] = lambda: [tables(x, torch.device("cpu"), lengths) for x in recipes]
+    return calls
+
+
+def linformer_calls() -> dict[str, Callable[[], object]]:
+    """Forward and backward at the numbers of slots, widths, dtypes and forms that differ."""
+    from fastattn.ops import linformer_triton as path
+
+    def call(slots, d, dtype, own=False, everything=False):
+        q, k = (torch.zeros(2, 600, h, d, dtype=dtype).transpose(1, 2) for h in (8, 4))
+        proj = torch.zeros(*((8,) if own else ()), slots, 640, dtype=dtype)
+        hidden = torch.zeros(2, 600, dtype=torch.bool) if everything else None
+        off = torch.zeros(2, slots, dtype=torch.bool) if everything else None
+        kept = path._compress(k, proj, hidden, 8 if own else 4)
+        path._compress_backward(kept, k, proj, hidden, True, True)
+        out, lse = path._attend(q, kept, kept, off, 0.125)
+        path._attend_backward(out, q, kept, kept, off, out, lse, 0.125)
+
+    calls = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for d in (16, 64, 128, 256):
+            for slots in (16, 64, 256, 512):
+                name = f"{str(dtype)[6:]} d{d} slots{slots}"
+                calls[name] = lambda a=(slots, d, dtype): call(*a)
+    bf16 = torch.bfloat16
+    calls["bfloat16 own"] = lambda: call(256, 64, bf16, True)
+    calls["bfloat16 everything"] = lambda: call(256, 64, bf16, True, True)
     return calls
 
 
@@ -243,6 +272,7 @@ FAMILIES = {
     "linear_attention": linear_attention_calls,
     "favor": favor_calls,
     "block_sparse": block_sparse_calls,
+    "linformer": linformer_calls,
 }
 
 

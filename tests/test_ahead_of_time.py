@@ -105,7 +105,7 @@ def test_block_sparse_compiles_for_every_generation():
     found = compiled(
         "block_sparse",
         *("bfloat16 d64 block64", "bfloat16 d64 block128", "float32 d64 block64", "d256 block16"),
-        *("causal", "everything"),
+        *("causal", "everything", "tables"),
     )
     assert {f["kernel"] for f in found} == {
         "attend_kernel",
@@ -113,5 +113,22 @@ def test_block_sparse_compiles_for_every_generation():
         "grad_queries_kernel",
         "grad_keys_kernel",
         "add_kernel",
+        "rows_kernel",
+        "columns_kernel",
     }
     tuned_as_measured(found, "bfloat16 d64", {})
+
+
+@pytest.mark.slow
+def test_linformer_compiles_for_every_generation():
+    found = compiled(
+        "linformer", "bfloat16 d64 slots256", "float32 d64 slots64", "d256 slots512", "everything"
+    )
+    assert {f["kernel"] for f in found} == {
+        "compress_kernel",
+        "add_kernel",
+        "attend_kernel",
+        "grad_slots_kernel",
+        "grad_tokens_kernel",
+        "grad_projection_kernel",
+    }

@@ -20,6 +20,8 @@ def of_every_op():
         yield f"favor{suffix}", partial(ops.favor_attention, projection=w, causal=causal)
     layout = ops.BlockLayout.bigbird(20, block_size=16)
     yield "block sparse", partial(ops.block_sparse_attention, layout=layout)
+    e = torch.randn(5, 20).to(DEVICE)
+    yield "linformer", partial(ops.linformer_attention, proj_k=e)
 
 
 CALLS = dict(of_every_op())

@@ -18,8 +18,9 @@ import triton.language as tl
 SIZES = ("H", "HKV", "G", "N", "S", "SPLITS", "SHARES", "DSHARES", "KEYROWS")
 SIZES += ("PADDED", "WORDS", "ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H")
 SIZES += ("HEADS", "ROWS", "FIRST", "LAST", "LEFT", "RIGHT", "DRAWN", "LIMIT", "CUTS", "PARTS")
-STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "dout") for i in "bhn")
-WIDE = (*STRIDES, "THRESHOLD", "STATE")
+SIZES += ("SLOTS", "BATCH", "TILES", "COUNT")
+STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "x", "dout") for i in "bhn")
+WIDE = (*STRIDES, "p_h", "p_k", "THRESHOLD", "STATE")
 
 
 def launched(function):

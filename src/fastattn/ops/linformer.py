@@ -13,9 +13,11 @@ from torch import Tensor
 from fastattn import _check
 from fastattn._backend import select
 from fastattn.ops import linformer_torch as torch_path
+from fastattn.ops import linformer_triton as triton_path
 from fastattn.ops.linear_attention import in_full_precision, under_autocast
+from fastattn.ops.linear_attention_triton import refusal
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("torch", "triton", "reference")
 
 
 class _Call(NamedTuple):
@@ -52,8 +54,9 @@ def linformer_attention(
         key_padding_mask: ``(b, s)`` bool, True = ignore. What k and v hold at ignored positions,
             NaN included, changes nothing. A sample without a key gives zeros.
         scale: On the logits; None means d^-0.5.
-        backend: "torch" (no second derivative), "reference" (in float32, or float64 for float64
-            inputs), or None for the first that can run.
+        backend: "torch", "triton" (CUDA, no float64; not measured yet, so only if named),
+            "reference" (in float32, or float64 for float64 inputs), or None for the first that can
+            run. The first two have no second derivative.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v. Under autocast q, k and v are first cast to its dtype,
@@ -65,8 +68,12 @@ def linformer_attention(
     """
     q, k, v = under_autocast(q, k, v)
     call = _check_inputs(q, k, v, proj_k, proj_v, key_padding_mask, scale)
-    run = select("linformer_attention", backend, **dict.fromkeys(BACKENDS))
-    paths = {"torch": torch_path.attention, "reference": _reference}
+    paths = {
+        "torch": torch_path.attention,
+        "triton": triton_path.attention,
+        "reference": _reference,
+    }
+    run = _select(q, backend)
     with in_full_precision(q.device.type):
         return paths[run](q, k, v, *call)
 
@@ -117,8 +124,12 @@ def attend_to_slots(
     Slots that are ``off``, ``(b, slots)`` bool, are seen by nobody; a sample whose slots all are
     gives zeros.
     """
-    run = select("linformer_attention", backend, **dict.fromkeys(BACKENDS))
-    return {"torch": torch_path.attend, "reference": _to_slots}[run](q, keys, values, off, scale)
+    paths = {"torch": torch_path.attend, "triton": triton_path.attend, "reference": _to_slots}
+    return paths[_select(q, backend)](q, keys, values, off, scale)
+
+
+def _select(q: Tensor, backend: str | None) -> str:
+    return select("linformer_attention", backend, torch=None, triton=refusal(q), reference=None)
 
 
 def _to_slots(q: Tensor, keys: Tensor, values: Tensor, off: Tensor | None, scale: float) -> Tensor:
