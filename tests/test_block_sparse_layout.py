@@ -361,3 +361,9 @@ def test_what_does_not_fit_is_refused(make, message):
 def test_a_mask_that_is_not_bool_is_refused():
     with pytest.raises(TypeError, match="mask must be bool, True = attend"):
         BlockLayout.from_dense(torch.ones(3, 3), 16)
+
+
+def test_seeds_fit_into_64_bits():
+    assert bigbird(20, seed=-(2**63)) != bigbird(20, seed=2**63 - 1)
+    with pytest.raises(ValueError, match="seed must fit into 64 bits"):
+        bigbird(20, seed=2**63)

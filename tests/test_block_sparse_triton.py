@@ -8,8 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import testing
 from fastattn.ops import BlockLayout, block_sparse_attention, block_sparse_attention_reference
-from fastattn.ops.block_sparse_tables import tables
-from fastattn.ops.block_sparse_triton import bit_words
+from fastattn.ops.block_sparse_tables import bit_words, tables
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
@@ -59,6 +58,66 @@ def test_every_block_size_is_as_accurate_as_the_definition(size):
     n = size + 5
     case = testing.AttentionCase("", "", 1, 2, 2, n, n, 16, 16)
     compare(case, BlockLayout.bigbird(n, block_size=size))
+
+
+@pytest.mark.parametrize("n", [40, 64, 161])
+@pytest.mark.parametrize("size", SIZES)
+def test_padding_at_every_block_size(size, n):
+    """In blocks that are half empty, too: of another sample's words nothing may be read."""
+    case = testing.AttentionCase("", "", 2, 1, 1, n, n, 16, 16)
+    layout = BlockLayout.bigbird(n, block_size=size, num_global_blocks=1, num_random_blocks=1)
+    mask = (torch.arange(n) % 5 == torch.tensor([[0], [1]])).to(DEVICE)
+    compare(case, layout, key_padding_mask=mask)
+    compare(case, layout, lengths=torch.tensor([n, n // 2], dtype=torch.int32, device=DEVICE))
+
+
+def test_lengths_compile_whole_export_and_have_func_grad():
+    layout = BlockLayout.bigbird(40, block_size=16)
+    lengths = torch.tensor([40, 17], dtype=torch.int32, device=DEVICE)
+    q, k, v = (torch.randn(2, 1, 40, 8, device=DEVICE) for _ in range(3))
+    run = lambda q, lengths: kernels(q, k, v, layout, lengths=lengths)  # noqa: E731
+    want = run(q, lengths)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, lengths), want)
+    leaf = q.clone().requires_grad_()
+    torch.testing.assert_close(compiled(leaf, lengths), want)
+    (slope,) = torch.autograd.grad(run(leaf, lengths).square().sum(), leaf)
+    got = torch.func.grad(lambda q: run(q, lengths).square().sum())(q)
+    torch.testing.assert_close(got, slope)
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones((), device=DEVICE))
+
+        def forward(self, q):
+            return kernels(self.scale * q, q, q, BlockLayout.bigbird(q.shape[2], block_size=16))
+
+    module = Module()
+    tokens = torch.export.Dim("tokens", min=17, max=4096)
+    program = torch.export.export(module, (q,), dynamic_shapes={"q": {2: tokens}}, strict=False)
+    other = torch.randn(2, 1, 70, 8, device=DEVICE)
+    torch.testing.assert_close(program.module()(other), module(other))
+
+
+def test_a_recipe_larger_than_the_sequence_costs_what_the_sequence_does():
+    for layout in (
+        BlockLayout.sliding_window(64, block_size=16, num_window_blocks=100001),
+        BlockLayout.bigbird(64, block_size=16, num_random_blocks=5000, num_global_blocks=6000),
+    ):
+        rows, columns = tables(layout, torch.device(DEVICE))
+        assert max(rows.blocks.numel(), columns.blocks.numel()) < 200
+        assert rows.cuts == columns.cuts == rows.slots == 0
+        case = testing.AttentionCase("", "", 1, 1, 1, 64, 64, 8, 8)
+        compare(case, layout)
+
+
+def test_logits_that_underflow_stay_causal():
+    layout = BlockLayout.sliding_window(32, block_size=16, causal=True)
+    q, k, v = (torch.randn(1, 1, 32, 8, device=DEVICE) for _ in range(3))
+    got = kernels(q, k, v, layout, scale=1e-50)
+    torch.testing.assert_close(got, block_sparse_attention_reference(q, k, v, layout, scale=1e-50))
 
 
 @pytest.mark.gpu

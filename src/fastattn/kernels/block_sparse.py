@@ -89,13 +89,15 @@ def add_keys(
     logits, scale, weight, keep, i, j,
     FULL: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """To base 2, unless FULL, with what keys add; -inf for keys that are not seen.
+    """To base 2 (but if FULL and not CAUSAL), with what keys add; -inf for keys not seen.
 
     A query may be NaN that sees no key: where a part of its keys may be hidden from it, they are
     chosen, not added.
     """
     if not FULL:
         logits = logits * scale + tl.where(keep, weight, -float("inf"))[None, :]
+    elif CAUSAL:
+        logits = logits * scale
     if CAUSAL:
         later = i[:, None] < j[None, :]
         if MASKED:
@@ -192,6 +194,7 @@ def attend_kernel(
     acc = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK_Q,), tl.float32)
+    base: tl.constexpr = FULL and not CAUSAL  # where the scale is a part of the exponent's product
     total, some = count * SUBS_K, 0
     block, weight = entry_at(blocks_ptr, weight_ptr, 0, count, WEIGHTED)
     low, high = words_at(words_ptr, block, 0, 0 < total, SIZE, BLOCK_K, MASKED)
@@ -205,9 +208,9 @@ def attend_kernel(
         v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E, FULL).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
         logits = add_keys(logits, scale, weight, keep, i, j, FULL, MASKED, CAUSAL)
-        larger = tl.maximum(top, tl.max(logits, 1) * (scale if FULL else 1.0))
+        larger = tl.maximum(top, tl.max(logits, 1) * (scale if base else 1.0))
         level = tl.where(larger == -float("inf"), 0.0, larger)
-        weights = tl.exp2(logits * (scale if FULL else 1.0) - level[:, None])
+        weights = tl.exp2(logits * (scale if base else 1.0) - level[:, None])
         shrink = tl.exp2(top - level)
         mass = mass * shrink + tl.sum(weights, 1)
         if DROPS:

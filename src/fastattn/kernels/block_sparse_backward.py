@@ -80,7 +80,7 @@ def grad_queries_kernel(
         v = tile(v_ptr, start_j, v_n, keep, E, BLOCK_E, FULL).to(DOT)  # [K, E]
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [Q, K]
         logits = add_keys(logits, scale, weight, keep, i, j, FULL, MASKED, CAUSAL)
-        if FULL:
+        if FULL and not CAUSAL:
             logits = logits * scale
         weights = tl.exp2(logits - whole[:, None])
         slopes = tl.dot(dout, tl.trans(v), input_precision=PRECISION)

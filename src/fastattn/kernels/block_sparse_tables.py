@@ -96,7 +96,6 @@ def rows_kernel(
     inside = row < ROWS
     here = (row >= first) & (row < last)  # neither global nor behind the end
 
-    low_end = tl.where(CAUSAL, tl.minimum(row + 1, first), first)
     start = tl.maximum(row - LEFT, first)
     end = tl.minimum(row + RIGHT + 1, last)
     if CAUSAL:
@@ -104,15 +103,15 @@ def rows_kernel(
     end = tl.maximum(end, start)
     at = row * ROOM
     for x in range(0, FIRST):
-        tl.store(blocks_ptr + at + x, x + tl.zeros_like(row), mask=here & (x < low_end))
-    at += low_end
+        tl.store(blocks_ptr + at + x, x + tl.zeros_like(row), mask=here & (x < first))
+    at += first
     for x in range(0, LEFT + RIGHT + 1):
         tl.store(blocks_ptr + at + x, start + x, mask=here & (start + x < end))
     at += end - start
 
     # Floyd's algorithm over the blocks in [first, start) and in [end, last)
-    before = tl.maximum(tl.minimum(start, last) - first, 0)
-    free = before + tl.maximum(last - end, 0)
+    before = start - first
+    free = before + last - end
     state = step(step(STATE.to(tl.uint64), head + tl.zeros_like(row)), row)
     for i in range(0, DRAWN):
         limit = free - DRAWN + i + 1
@@ -197,12 +196,11 @@ def columns_kernel(
     start = column * ROOM + earlier + tl.cumsum(times, 0) - times
 
     at = start
-    for x in range(0, FIRST):
-        real = here & (x < first)
-        if CAUSAL:
-            real = real & (x >= column)
-        tl.store(blocks_ptr + at, x + tl.zeros_like(column), mask=real)
-        at += real.to(tl.int32)
+    if not CAUSAL:
+        for x in range(0, FIRST):
+            real = here & (x < first)
+            tl.store(blocks_ptr + at, x + tl.zeros_like(column), mask=real)
+            at += real.to(tl.int32)
     nearest = tl.maximum(column if CAUSAL else column - RIGHT, first)
     furthest = tl.minimum(column + LEFT + 1, last)
     for x in range(0, LEFT + RIGHT + 1):

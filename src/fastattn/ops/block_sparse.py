@@ -120,7 +120,7 @@ def _reference(
 ) -> Tensor:
     (b, h, n, _), s = q.shape, k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
-    seen = torch_path.visible_keys(b, s, key_padding_mask, lengths, q.device)
+    seen = torch_path.visible_keys(s, key_padding_mask, lengths, q.device)
     q, k, out_dtype = q.to(wide), k.to(wide), v.dtype
     if seen is not None:
         k, v = (x.masked_fill(~seen[:, None, :, None], 0) for x in (k, v))

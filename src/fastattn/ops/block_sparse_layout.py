@@ -241,6 +241,8 @@ class BlockLayout:
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
         if not passing:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # once: the next call may be on another stream
             self._found[key] = found
         return found
 
@@ -335,6 +337,9 @@ def bigbird_recipe(
         if value < 0:
             raise ValueError(f"num_{name}_blocks must not be negative, got {value}")
     _check.check_option("plan", plan, PLANS)
+    for name, value in (("seed", seed), ("layer", layer)):
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name} must fit into 64 bits, got {value}")
     if plan != "uniform" and (num_window_blocks, num_global_blocks) != (3, 2):
         raise ValueError(
             f"plan={plan!r} has 3 window blocks and 2 global ones, got {num_window_blocks} and "

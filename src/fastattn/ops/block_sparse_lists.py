@@ -105,13 +105,11 @@ class Items(NamedTuple):
         row: ``(p, h, items)`` int32: of which row; ``rows`` for those that do not exist.
         start: ``(p, h, items)`` int32: its first entry.
         length: ``(p, h, items)`` int32: how many entries, 0 for an empty row.
-        first: ``(p, h, rows + 1)`` int32: the first item of every row.
     """
 
     row: Tensor
     start: Tensor
     length: Tensor
-    first: Tensor
 
 
 class Tables(NamedTuple):
@@ -121,8 +119,8 @@ class Tables(NamedTuple):
         blocks: ``(p, h, room)`` int32.
         weight: ``(p, h, room)`` float32, to base 2; or None.
         items: ``(5, p, h, items)`` int32.
-        merges: ``(3, p, h, cuts)`` int32.
-        parts: How many slots a head needs.
+        merges: ``(3, p, h, rows that may be cut)`` int32.
+        parts: How many parts those may have in a head.
     """
 
     blocks: Tensor
@@ -130,6 +128,17 @@ class Tables(NamedTuple):
     items: Tensor
     merges: Tensor
     parts: int
+
+    @property
+    def cuts(self) -> int:
+        """How many rows may be cut; none where each has one part."""
+        most: int = self.merges.shape[3]
+        return most if self.parts > most else 0
+
+    @property
+    def slots(self) -> int:
+        """How many slots for sums a head needs."""
+        return self.parts if self.cuts else 0
 
 
 def tables_of(lists: Lists) -> Tables:
@@ -178,4 +187,4 @@ def items_of(lists: Lists, most: int) -> Items:
     begin = starts.gather(-1, real) + (place - first.gather(-1, real)) * most
     count = (starts.gather(-1, real + 1) - begin).clamp(0, most)
     count = torch.where(row < rows, count, 0)
-    return Items(row.int(), begin.int(), count.int(), first.int())
+    return Items(row.int(), begin.int(), count.int())

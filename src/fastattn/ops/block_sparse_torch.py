@@ -16,7 +16,7 @@ from fastattn.ops.philox import kept
 
 
 def visible_keys(
-    b: int, s: int, mask: Tensor | None, lengths: Tensor | None, device: torch.device
+    s: int, mask: Tensor | None, lengths: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """``(b, s)`` bool, or None if all are."""
     seen = None if mask is None else ~mask
@@ -44,7 +44,7 @@ def attend(
     """:func:`fastattn.ops.block_sparse_attention`, behind its door."""
     (b, h, n, _), s, size = q.shape, k.shape[2], layout.block_size
     wide = torch.promote_types(q.dtype, torch.float32)
-    seen = visible_keys(b, s, key_padding_mask, lengths, q.device)
+    seen = visible_keys(s, key_padding_mask, lengths, q.device)
     if seen is not None:
         k, v = (x.masked_fill(~seen[:, None, :, None], 0) for x in (k, v))
     if lengths is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -17,7 +16,7 @@ from fastattn import _autograd, _tuning
 from fastattn._launch import dense, heads_inside, launch, merged, whole
 from fastattn.ops.block_sparse_layout import BlockLayout
 from fastattn.ops.block_sparse_lists import LOG2E, Tables
-from fastattn.ops.block_sparse_tables import tables
+from fastattn.ops.block_sparse_tables import WORDS, bit_words, padded, tables
 from fastattn.ops.block_sparse_torch import in_blocks, visible_keys
 from fastattn.ops.philox import threshold
 
@@ -50,23 +49,17 @@ def attend(
     seed: Tensor | None,
 ) -> Tensor:
     """:func:`fastattn.ops.block_sparse_attention`, behind its door."""
-    seen = visible_keys(k.shape[0], k.shape[2], key_padding_mask, lengths, q.device)
+    seen = visible_keys(k.shape[2], key_padding_mask, lengths, q.device)
     words = None if seen is None else bit_words(seen)
     blocks = in_blocks(lengths, layout.block_size)
-    rows, columns = tables(layout, q.device, blocks)
+    needed = _needs_gradient(q, k, v)
+    rows, columns = tables(layout, q.device, blocks, columns=needed)
     numbers = (layout.block_size, layout.causal, scale, dropout_p)
     about = (words, lengths, seed)
-    if not _needs_gradient(q, k, v):
+    if not needed:
         return _call_forward(q, k, v, *about, *rows, *numbers)[0]
     out: Tensor = _autograd.apply(_BlockSparse, q, k, v, *about, *rows, *columns, *numbers)[0]
     return out
-
-
-def bit_words(seen: Tensor) -> Tensor:
-    """``(b, s)`` bool as ``(b, words)`` int32, a bit a key; behind the last key none."""
-    bits = F.pad(seen, (0, padded(seen.shape[1], 64) - seen.shape[1])).unflatten(1, (-1, 32)).int()
-    places = torch.arange(32, device=seen.device, dtype=torch.int32)
-    return (bits << places).sum(2).int()
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
@@ -107,8 +100,8 @@ class _BlockSparse(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         q, k, v, *about = inputs
-        tensors = [x for x in about if not isinstance(x, int | float)]
-        ctx.numbers = [x for x in about if isinstance(x, int | float)]
+        tensors = [x for x in about if x is None or isinstance(x, Tensor)]
+        ctx.numbers = [x for x in about if x is not None and not isinstance(x, Tensor)]
         ctx.save_for_backward(q, k, v, *output, *tensors)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
@@ -131,11 +124,6 @@ def _backward_pass(ctx: Any, dout: Tensor | None, _: None) -> Any:
 
 
 _backward_once = once_differentiable(_backward_pass)
-
-
-def padded(n: int, size: int) -> int:
-    """n tokens in whole blocks."""
-    return (n + size - 1) // size * size
 
 
 def _forward_buffers(q: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -176,6 +164,12 @@ class _Options(NamedTuple):
     unit: int
     both: bool = False  # of the kernel that adds: dk and dv, not dq
 
+    def of_sums(self) -> _Options:
+        """For kernels that see sums of parts alone."""
+        return self._replace(
+            masked=False, weighted=False, causal=False, drops=False, full=False, unit=8
+        )
+
 
 def _constants(kernel: str, options: _Options) -> dict[str, Any]:
     """All constants, by the names that the kernels have for them, and the tiles."""
@@ -205,6 +199,24 @@ def _tiles(kernel: str, options: _Options) -> dict[str, int]:
     return _tuning.block_sparse(name, options.d, options.e, options.size, options.dtype)
 
 
+class _Sizes(NamedTuple):
+    """By the names that the kernels have for them."""
+
+    H: int
+    G: int
+    N: int
+    S: int
+    PADDED: int
+    WORDS: int
+    ITEMS: int
+    PLANE: int
+    ROOM: int
+    TABLE_B: int
+    TABLE_H: int
+    SHARES: int
+    THRESHOLD: int
+
+
 class _Call(NamedTuple):
     """What the launches of one pass share."""
 
@@ -227,18 +239,17 @@ class _Call(NamedTuple):
     def heads(self) -> int:
         return self.q.shape[0] * self.q.shape[1]
 
-    def sizes(self, of: Tables) -> tuple[int, ...]:
-        """H, G, N, S, PADDED, WORDS, ITEMS, PLANE, ROOM, TABLE_B, TABLE_H, SHARES, THRESHOLD."""
+    def sizes(self, of: Tables) -> _Sizes:
         _, p, h, items = of.items.shape
         _, heads, n, _ = self.q.shape
         _, heads_kv, s, _ = self.k.shape
-        return (
+        return _Sizes(
             heads,
             heads // heads_kv,
             n,
             s,
             padded(n, self.options.size),
-            padded(s, 64) // 32,
+            padded(s, WORDS) // 32,
             items,
             p * h * items,
             of.blocks.shape[2],
@@ -258,7 +269,7 @@ class _Call(NamedTuple):
         return self.scale * LOG2E, self.scale, 1 / (1 - self.dropout_p)
 
     def shares(self, of: Tables, each: int) -> Tensor:
-        count = self.heads * of.parts * self.options.size * each
+        count = self.heads * of.slots * self.options.size * each
         return self.q.new_empty(count, dtype=torch.float32)
 
 
@@ -281,7 +292,7 @@ def _prepare(
     unit = 1 if any(s % 8 for s in strides) else 8
     given = (words is not None, lengths is not None, weight is not None)
     whole_blocks = q.shape[2] % size == 0 and k.shape[2] % size == 0
-    full = whole_blocks and words is None and weight is None and scale > 0
+    full = whole_blocks and words is None and weight is None
     options = _Options(
         q.dtype, q.shape[3], v.shape[3], size, *given, causal, seed is not None, full, unit
     )
@@ -322,16 +333,16 @@ def _forward(
         call.options,
         _constants,
     )  # fmt: skip
-    cuts = merges.shape[3]
+    cuts = rows.cuts
     if cuts:
-        h, _, n, *_ = sizes
         plane = merges.numel() // 3
         launch(
             "block_sparse.merge",
             call.grid("block_sparse.merge", cuts),
             (shares, call.lengths, merges, out, lse,
-             h, n, sizes[4], cuts, plane, *sizes[9:11], parts, keep_scale),
-            call.options,
+             sizes.H, sizes.N, sizes.PADDED, cuts, plane, sizes.TABLE_B, sizes.TABLE_H, parts,
+             keep_scale),
+            call.options.of_sums(),
             _constants,
         )  # fmt: skip
     return buffers
@@ -408,20 +419,20 @@ def _add(
     call: _Call,
     of: Tables,
     shares: Tensor,
-    sizes: tuple[int, ...],
+    sizes: _Sizes,
     one: Tensor,
     two: Tensor | None = None,
 ) -> None:
     """Where rows were cut, the sums of their parts: dq, or dk and dv."""
-    cuts = of.merges.shape[3]
+    cuts = of.cuts
     if not cuts:
         return
     launch(
         "block_sparse_backward.add",
         call.grid("block_sparse_backward.add", cuts),
-        (shares, of.merges, one, one if two is None else two, sizes[0], one.shape[2], cuts,
-         of.merges.numel() // 3, *sizes[9:11], of.parts, call.scale),
-        call.options._replace(both=two is not None),
+        (shares, of.merges, one, one if two is None else two, sizes.H, one.shape[2], cuts,
+         of.merges.numel() // 3, sizes.TABLE_B, sizes.TABLE_H, of.parts, call.scale),
+        call.options.of_sums()._replace(lengths=False, both=two is not None),
         _constants,
     )  # fmt: skip
 
