@@ -20,7 +20,7 @@ Made by `make bench` and `python benchmarks/report.py` from the JSON under `benc
 Time: median of `triton.testing.do_bench`, as called from Python; in brackets the replay of a CUDA
 graph. Memory: peak above inputs and upstream gradient. Error: relative, against float64, the
 largest of output and gradients ("-": another function, or too long to compute). ×: time over ours.
-TFLOP/s: over the blocks that are seen, two products forward and five backward, by the graph's time.
+TFLOP/s: of the products that count, without what a backward pass repeats, by the graph's time.
 """
 
 

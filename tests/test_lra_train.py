@@ -291,6 +291,8 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(data, tmp_path, capsys):
     recipe = replace(SMOKE, positions="learned", max_length=10)
     with pytest.raises(ValueError, match="learned positions end at 10"):
         runs.fit("listops", data, recipe, "linear", tmp_path / "b")
+    with pytest.raises(ValueError, match="linformer is made for 12 tokens"):
+        runs.fit("listops", data, SMOKE, "linear linformer:seq_len=12", tmp_path / "b")
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
 

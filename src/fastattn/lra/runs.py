@@ -24,6 +24,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import fastattn
 from fastattn.lra.data import Split, Task
+from fastattn.lra.encoder import mixers_of
 from fastattn.lra.recipes import Recipe
 from fastattn.lra.tasks import TASKS
 from fastattn.lra.train import Classifier, check_vocabulary, evaluation
@@ -273,6 +274,13 @@ def _check_lengths(splits: dict[str, Split], recipe: Recipe, mixer: str) -> None
             f"learned positions end at {recipe.max_length}, but the data has a sample of "
             f"{longest} tokens: take sinusoidal positions"
         )
+    for name, options in mixers_of(mixer):
+        most = options.get("seq_len", recipe.max_length)
+        if name == "linformer" and longest > most and not options.get("interpolate"):
+            raise ValueError(
+                f"linformer is made for {most} tokens, but the data has a sample of {longest}: "
+                f"take linformer:seq_len={longest}"
+            )
 
 
 def _read_result(run: Path) -> dict[str, Any]:
