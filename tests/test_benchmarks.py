@@ -19,7 +19,9 @@ def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "linear.json"
     command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", "--rootdir=.", "-k"]
     command += ["n512 and (eager or torch or sdpa) and False", f"--benchmark-json={out}"]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent / "src")}
+    # a child of a worker of xdist would take itself for one, and measure nothing
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(BENCHMARKS.parent / "src")
     subprocess.run(command, cwd=BENCHMARKS, env=environment, check=True, capture_output=True)
     return out
 
