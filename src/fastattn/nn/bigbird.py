@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fastattn import _check
 from fastattn.nn.multihead import MultiHead
 from fastattn.ops.block_sparse import BACKENDS, block_sparse_attention
-from fastattn.ops.block_sparse_layout import BlockLayout, bigbird_recipe, check_block_size
+from fastattn.ops.block_sparse_layout import BlockLayout, check_block_size
+from fastattn.ops.block_sparse_recipes import bigbird_recipe
 
 
 class BigBirdAttention(MultiHead):

@@ -1,7 +1,7 @@
 """What kernels read of a layout and of padding; of a recipe, made by two small kernels.
 
 Importing this file imports no triton. A recipe costs two launches for samples of any length, where
-its lists in torch (``block_sparse_layout``) are hundreds of operations and two sorts.
+its lists in torch (``block_sparse_recipes``) are hundreds of operations and two sorts.
 """
 
 from __future__ import annotations
