@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastattn import LinformerAttention, convert, ops, revert, testing
+from fastattn.nn.linformer_sums import counts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH, HEADS = 24, 4
@@ -118,7 +119,8 @@ def test_bad_input_says_what_is_wrong():
 
 FORMS = [
     ("learned", "none"), ("learned", "headwise"), ("learned", "key-value"),
-    ("learned", "layerwise"), ("fixed", "none"), ("fixed", "headwise"), ("mean", "headwise"),
+    ("learned", "layerwise"), ("resampled", "none"), ("resampled", "headwise"),
+    ("fixed", "none"), ("fixed", "headwise"), ("mean", "headwise"),
     ("max", "headwise"), ("conv", "none"), ("conv", "headwise"), ("dynamic", "none"),
     ("dynamic", "headwise"), ("dynamic", "key-value"),
 ]  # fmt: skip
@@ -126,6 +128,8 @@ forms = pytest.mark.parametrize(("kind", "sharing"), FORMS, ids=[" ".join(x) for
 
 
 def make(kind="learned", sharing="headwise", seq_len=20, slots=6, dtype=torch.float64, **options):
+    if kind == "resampled":
+        kind, options = "learned", options | {"interpolate": True}
     if sharing == "layerwise":
         options["projection"] = LinformerAttention.draw_projection(seq_len, slots, dtype=dtype)
     made = LinformerAttention(
@@ -230,8 +234,7 @@ def test_windows_are_means_maxima_and_taps_of_their_valid_tokens():
         ("max", [w.amax(0) for w in windows]),
     ):
         ours = make(kind, seq_len=9, slots=3)
-        counts = ours._counts(5, mask, v.device)
-        assert counts.tolist() == [[2, 1, 0]]
+        assert counts(3, 3, 5, mask, v.device).tolist() == [[2, 1, 0]]
         of = None if kind == "max" else ours._sum("", v[0], mask)
         got = ours._compress(v, of, mask)[0, 0]
         torch.testing.assert_close(got[:2], torch.stack(want))
@@ -247,12 +250,9 @@ def test_windows_are_means_maxima_and_taps_of_their_valid_tokens():
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("sharing", ["none", "headwise", "key-value"])
 @pytest.mark.parametrize("kind", ["learned", "fixed"])
-def test_segments_are_causal_and_see_the_slots_of_the_past(kind, sharing, padded, monkeypatch):
-    ours = make(kind, sharing, seq_len=40, slots=32, causal="segment")
-    assert ours._segments == (2, 16, 20)
-    ours = make(kind, sharing, seq_len=20, slots=4, causal="segment")
-    assert ours._segments == (1, 4, 20)
-    monkeypatch.setattr("fastattn.nn.linformer.SLOTS_OF_SEGMENT", 2)
+def test_segments_are_causal_and_see_the_slots_of_the_past(kind, sharing, padded):
+    assert make(seq_len=4096, slots=256, causal="segment")._segments == (16, 16, 256)
+    assert make(seq_len=4096, slots=1024, causal="segment")._segments == (64, 16, 64)
     ours = make(kind, sharing, seq_len=20, slots=8, causal="segment")
     assert ours._segments == (4, 2, 5)
     x = tokens(1, 18)[0]
@@ -344,6 +344,41 @@ def test_lengths_beyond_the_projections_are_an_error_or_resampled():
         assert make()(x[:, :n], x[:, :n], x[:, :n])[0].isfinite().all()
 
 
+def test_what_cannot_be_converted_is_left_whole():
+    model = nn.Sequential(
+        nn.MultiheadAttention(WIDTH, HEADS), nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
+    )
+    with pytest.raises(ValueError, match="no add_bias_kv or add_zero_attn"):
+        convert(model, "linformer", seq_len=20, slots=6, causal="segment")
+    assert all(type(x) is nn.MultiheadAttention for x in model)
+
+
+def test_loading_draws_only_what_is_missing():
+    one = make(sharing="key-value")
+    both = make()
+    before = both.compress_value.clone()
+    both.load_state_dict(one.state_dict())
+    assert torch.equal(both.compress_key, one.compress_key)
+    assert not torch.equal(both.compress_value, before)
+
+
+@forms
+def test_autocast_casts_slots_as_it_casts_queries(kind, sharing):
+    ours = make(kind, sharing, dtype=torch.float32)
+    x, mask = tokens(2, 13, torch.float32), padding(2, 13)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ours(x, x, x, mask)[0]
+    assert out.dtype == torch.bfloat16
+    want = ours(x, x, x, mask)[0]
+    assert (out - want).norm() < 0.03 * want.norm()
+
+
+def test_a_mean_in_float16_does_not_overflow():
+    ours = make("mean", seq_len=4096, slots=2, dtype=torch.float16)
+    x = torch.full((1, 4096, WIDTH), 60.0, dtype=torch.float16)
+    assert ours(x, x, x)[0].isfinite().all()
+
+
 def test_a_model_is_converted_and_given_back():
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, dropout=0.0), 2
@@ -363,8 +398,8 @@ def test_a_model_is_converted_and_given_back():
 
 def test_options_that_do_not_fit_say_so():
     for options, message in (
-        ({"seq_len": 0}, "seq_len must be at least 1, got 0"),
-        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"seq_len": 0}, "seq_len must be a whole number from 1 on, got 0"),
+        ({"slots": "abc"}, "slots must be a whole number from 1 on, got 'abc'"),
         ({"kind": "pool"}, "kind must be one of 'learned', 'fixed'"),
         ({"sharing": "all"}, "sharing must be one of 'none'"),
         ({"kind": "mean", "interpolate": True}, "interpolate needs a learned or fixed"),

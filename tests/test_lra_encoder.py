@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastattn.lra.encoder import MIXERS, Encoder, Padding, sinusoids
+from fastattn.lra.encoder import MIXERS, Encoder, Padding, mixers_of, sinusoids
 from fastattn.lra.mixers.softmax import SoftmaxAttention, rotate
 
 
@@ -92,6 +92,9 @@ def test_bad_options_say_what_is_wrong():
     model = make("bigbird:block_size=32,num_random_blocks=1 performer:variant=relu")
     first, second = (block.mixer for block in model.blocks)
     assert (first.block_size, first.num_random_blocks, second.variant) == (32, 1, "relu")
+    assert mixers_of("linear:causal=TRUE,backend=torch") == [
+        ("linear", {"causal": True, "backend": "torch"})
+    ]
     with pytest.raises(ValueError, match=r"options of bigbird are block_size, .*, got 'blocks'"):
         make("bigbird:blocks=3")
     with pytest.raises(ValueError, match="options of softmax are none, got 'window'"):

@@ -20,7 +20,8 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
     A mechanism computes another function than softmax attention: weights trained with softmax
     need fine-tuning. The modules of a call are numbered, so that random directions differ by layer;
     give each call another ``seed`` when you convert a model part by part. Options that add
-    parameters (``learned``, ``qk_norm``) need them added to an optimizer that exists. Options
+    parameters (``learned``, ``qk_norm``, ``num_global_tokens``, any of Linformer's) need them added
+    to an optimizer that exists. Options
     go to every module alike: causal=True would make a decoder's cross-attention causal as well, so
     convert such a model's parts one by one.
 
@@ -57,7 +58,18 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
         )
     for module in swapped.values():
         # a wrong value raises here, before anything has changed; meta draws no random number
-        kind(module.embed_dim, module.num_heads, device="meta", **options)
+        kind(
+            module.embed_dim,
+            module.num_heads,
+            bias=module.in_proj_bias is not None,
+            add_bias_kv=module.bias_k is not None,
+            add_zero_attn=module.add_zero_attn,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            device="meta",
+            dtype=module.out_proj.weight.dtype,
+            **options,
+        )
     for layer, module in enumerate(swapped.values()):
         module.__class__ = kind
         assert isinstance(module, MultiHead)

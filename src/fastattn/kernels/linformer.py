@@ -96,7 +96,8 @@ def attend_kernel(
     PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    row_id = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(N, BLOCK_Q)
+    row_id = (tl.program_id(0) // tiles).to(tl.int64)
     b, head = row_id // H, row_id % H
     slots_of = row_id // G
     keys_ptr += slots_of * SLOTS * D
@@ -104,7 +105,7 @@ def attend_kernel(
     q_ptr, q_n = begin(q_ptr, b, head, 0, q_b, q_h, q_n, UNIT, False)
     if MASKED:
         off_ptr += b * SLOTS
-    start = tl.program_id(1) * BLOCK_Q
+    start = tl.program_id(0) % tiles * BLOCK_Q
     i = start + tl.arange(0, BLOCK_Q)
     q = tile(q_ptr, start, q_n, i < N, D, BLOCK_D).to(DOT)  # [Q, D]
     acc = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)

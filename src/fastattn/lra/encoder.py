@@ -171,16 +171,23 @@ def mixers_of(mixer: str) -> list[tuple[str, dict[str, Any]]]:
                 raise ValueError(
                     f"options of {name} are {', '.join(known) or 'none'}, got {option!r}"
                 )
-            try:
-                options[option] = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                options[option] = value
+            options[option] = _value(value)
         found.append((name, options))
     if not found or len(found) < len(mixer.split()):
         raise ValueError(
             f"mixer must be one of {', '.join(MIXERS)}, or several, one a block, got {mixer!r}"
         )
     return found
+
+
+def _value(text: str) -> Any:
+    """A Python literal, true or false in any case, or else the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError):
+        return text
 
 
 def _mixer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -145,7 +145,7 @@ class BigBirdAttention(MultiHead):
         if "num_global_tokens" in vars(self):  # not while stock's constructor runs
             self._reset_own()
 
-    def _reset_own(self) -> None:
+    def _reset_own(self, names: Sequence[str] | None = None) -> None:
         if not self.num_global_tokens:
             return
         weight, shape = self.out_proj.weight, (self.num_global_tokens, self.embed_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import _check
+from fastattn.nn.linformer_sums import Sum, counts, of_softmax, of_windows, resampled
 from fastattn.nn.multihead import MultiHead, linear
 from fastattn.ops.linformer import BACKENDS, attend_to_slots
 from fastattn.ops.linformer_torch import attend_to_segments
@@ -19,19 +22,12 @@ POOLS = ("mean", "max", "conv")
 SLOTS_OF_SEGMENT = 16
 
 
-class _Sum(NamedTuple):
-    """How slots are sums over tokens: ``rows * (matrix @ x)``, of tokens that are not ignored."""
-
-    matrix: Tensor  # ([b,] [h,] slots, s)
-    rows: Tensor | None  # (b or 1, slots)
-
-
 class _Keys(NamedTuple):
     """What ``_attend`` needs beside heads."""
 
     ignored: Tensor | None  # (b, s) tokens
-    of_key: _Sum | None
-    of_value: _Sum | None
+    of_key: Sum | None
+    of_value: Sum | None
     off: Tensor | None  # (b, slots) that nobody sees
     compressed: bool  # keys and values are slots already
     extra: int = 0  # of keys, the last so many are slots of their own
@@ -64,12 +60,12 @@ class LinformerAttention(MultiHead):
             valid token are not seen.
         projection: For "layerwise": ``LinformerAttention.draw_projection(L, slots)``, handed to
             every layer, which ties them.
-        interpolate: Resample the columns of a learned or fixed projection for s keys, also for more
-            than L, instead of taking the first.
+        interpolate: Resample the columns of a learned or fixed projection for the length of each
+            sample, where its last valid token ends, also beyond L, instead of taking the first.
         causal: False; or "segment": a token sees its own segment up to itself, and the slots of
-            segments before it. A segment has 16 slots, or all if they are fewer, and as many
-            tokens as that takes; for learned and fixed projections.
-        backend: "torch", "reference", or None.
+            segments before it, at O(n·(slots + tokens in a segment)). A segment has 16 slots, or
+            the root of all if that is less; for learned and fixed projections.
+        backend: Of the attention to slots, passed to the op; None picks the fastest that can run.
     """
 
     _own_state = ("compress_key", "compress_value")
@@ -137,8 +133,10 @@ class LinformerAttention(MultiHead):
         if backend is not None:
             _check.check_option("backend", backend, BACKENDS)
         for name, value in (("seq_len", seq_len), ("slots", slots)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+        if not isinstance(interpolate, bool):
+            raise ValueError(f"interpolate must be True or False, got {interpolate!r}")
         _check.check_option("sharing", sharing, SHARINGS)
         _check.check_option("kind", kind, KINDS)
         if causal not in (False, "segment"):
@@ -148,13 +146,8 @@ class LinformerAttention(MultiHead):
                 "projection belongs to sharing='layerwise': give every layer the same "
                 "LinformerAttention.draw_projection(seq_len, slots)"
             )
-        if projection is not None and (
-            kind != "learned" or causal or tuple(projection.shape) != (slots, seq_len)
-        ):
-            raise ValueError(
-                "projection needs kind='learned', no causal, and shape (slots, seq_len) = "
-                f"({slots}, {seq_len}), got {kind!r}, {causal!r}, {tuple(projection.shape)}"
-            )
+        if projection is not None:
+            self._check_projection(projection, seq_len, slots, kind, causal)
         if interpolate and (kind not in ("learned", "fixed") or causal):
             raise ValueError("interpolate needs a learned or fixed projection that is not causal")
         if causal and (kind not in ("learned", "fixed") or self._extra_keys):
@@ -173,6 +166,28 @@ class LinformerAttention(MultiHead):
         if projection is not None:
             self.compress_key = projection
         self._reset_own()
+
+    def _check_projection(
+        self, projection: nn.Parameter, seq_len: int, slots: int, kind: str, causal: bool | str
+    ) -> None:
+        if not isinstance(projection, nn.Parameter):
+            raise ValueError(
+                "projection must be an nn.Parameter, as LinformerAttention.draw_projection makes "
+                f"it, got {type(projection).__name__}"
+            )
+        if kind != "learned" or causal or tuple(projection.shape) != (slots, seq_len):
+            raise ValueError(
+                "projection needs kind='learned', no causal, and shape (slots, seq_len) = "
+                f"({slots}, {seq_len}), got {kind!r}, {causal!r}, {tuple(projection.shape)}"
+            )
+        weight = self.out_proj.weight
+        if projection.dtype != weight.dtype or (
+            projection.device != weight.device and not weight.is_meta
+        ):
+            raise ValueError(
+                f"projection must be {weight.dtype} on {weight.device} as the module, it is "
+                f"{projection.dtype} on {projection.device}"
+            )
 
     def _unconfigure(self) -> None:
         super()._unconfigure()
@@ -199,13 +214,15 @@ class LinformerAttention(MultiHead):
         if "seq_len" in vars(self):  # not while stock's constructor runs
             self._reset_own()
 
-    def _reset_own(self) -> None:
+    def _reset_own(self, names: Sequence[str] | None = None) -> None:
         """Draw what is in the state dict and not in stock's; what was given stays as it is."""
         if self.kind in ("mean", "max") or self.projection:
             return
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        names = self._own_state[: 1 if self.sharing == "key-value" else 2]
-        for name, width in zip(names, (self.kdim, self.vdim), strict=False):
+        own = self._own_state[: 1 if self.sharing == "key-value" else 2]
+        for name, width in zip(own, (self.kdim, self.vdim), strict=False):
+            if names is not None and name not in names:
+                continue
             shape, std = self._shape_of_own(width)
             present = getattr(self, name, None)
             if present is None or present.shape != shape or present.device != weight.device:
@@ -239,8 +256,8 @@ class LinformerAttention(MultiHead):
     @property
     def _segments(self) -> tuple[int, int, int]:
         """How many segments, slots of each, and tokens of each."""
-        each = min(self.slots, SLOTS_OF_SEGMENT)
-        tokens = -(-self.seq_len // max(self.slots // each, 1))
+        each = min(math.isqrt(self.slots), SLOTS_OF_SEGMENT)
+        tokens = -(-self.seq_len // (self.slots // each))
         return -(-self.seq_len // tokens), each, tokens
 
     # From inputs to slots
@@ -264,7 +281,7 @@ class LinformerAttention(MultiHead):
         if s > self.seq_len and not self.interpolate:
             raise ValueError(
                 f"LinformerAttention was made for seq_len = {self.seq_len} keys, got s = {s}: make "
-                "it longer, or with interpolate=True"
+                "it longer" + ("" if self.causal else ", or with interpolate=True")
             )
         if ignored is not None:
             _check.check_key_padding_mask(ignored, key.shape[0], s, key.device)
@@ -278,7 +295,7 @@ class LinformerAttention(MultiHead):
             own = getattr(self, "compress_value", None) is not None
             of_value = of_key if not own else self._sum("compress_value", value, ignored)
         if self.kind in POOLS:
-            off = self._counts(s, ignored, key.device) == 0
+            off = counts(self.slots, self._window, s, ignored, key.device) == 0
         about = _Keys(ignored, of_key, of_value, off, False)
         shared = of_key is not None and self.sharing != "none"
         if not shared or need_weights or s < self.slots or not self._compress_first:
@@ -294,13 +311,13 @@ class LinformerAttention(MultiHead):
         assert of_key is not None
         assert of_value is not None
         if key is value and of_key is of_value:
-            keys = values = _apply(of_key, key)
+            keys = values = of_key.of(key)
         elif key is value:
             both = torch.cat([of_key.matrix, of_value.matrix], -2)
             keys, values = (both @ key).chunk(2, -2)
-            keys, values = _scale_rows(of_key, keys), _scale_rows(of_value, values)
+            keys, values = of_key.scale(keys), of_value.scale(values)
         else:
-            keys, values = _apply(of_key, key), _apply(of_value, value)
+            keys, values = of_key.of(key), of_value.of(value)
         weights, biases = self._in_projections()
         parts = [linear(query, weights[0], biases[0])]
         for x, weight, bias, of in zip(
@@ -308,7 +325,7 @@ class LinformerAttention(MultiHead):
         ):
             part = F.linear(x, weight)
             if bias is not None:
-                part = part + _mass(of, about.ignored).unsqueeze(-1) * bias
+                part = part + of.mass(about.ignored).unsqueeze(-1) * bias
             parts.append(part)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in parts)
         return q, k, v
@@ -321,40 +338,19 @@ class LinformerAttention(MultiHead):
             return (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight), biases
         return self.in_proj_weight.chunk(3), biases
 
-    def _sum(self, name: str, x: Tensor, ignored: Tensor | None) -> _Sum:
+    def _sum(self, name: str, x: Tensor, ignored: Tensor | None) -> Sum:
         """How slots come from tokens ``(b, s, width)``."""
         s = x.shape[1]
-        if self.kind == "dynamic":
-            weight = getattr(self, name)
-            logits = weight @ (x.mT if weight.dim() == 2 else x.mT.unsqueeze(1))
-            if ignored is not None:
-                hidden = ignored[:, None] if weight.dim() == 2 else ignored[:, None, None]
-                nothing = hidden.all(-1, keepdim=True)
-                logits = logits.masked_fill(hidden & ~nothing, -torch.inf)
-                return _Sum(logits.softmax(-1).masked_fill(hidden, 0), None)
-            return _Sum(logits.softmax(-1), None)
         if self.kind in POOLS:
-            place = torch.arange(s, device=x.device)
-            first = torch.arange(self.slots, device=x.device)[:, None] * self._window
-            inside = (place >= first) & (place < first + self._window)
-            counts = self._counts(s, ignored, x.device).clamp(min=1).to(x.dtype)
-            if self.kind == "mean":
-                return _Sum(inside.to(x.dtype), 1 / counts)
-            taps = getattr(self, name)[..., place % self._window]  # ([h,] s)
-            matrix = torch.where(inside, taps.unsqueeze(-2), 0)
-            return _Sum(matrix, self._window / counts)
+            taps = None if self.kind == "mean" else getattr(self, name)
+            valid = counts(self.slots, self._window, s, ignored, x.device)
+            return of_windows(valid, self._window, s, taps, x.dtype)
         matrix = getattr(self, name)
-        if self.interpolate and s not in (0, self.seq_len):
-            rows = matrix.reshape(1, -1, self.seq_len)
-            rows = F.interpolate(rows, size=s, mode="linear") * (self.seq_len / s)
-            return _Sum(rows.view(*matrix.shape[:-1], s), None)
-        return _Sum(matrix[..., :s], None)
-
-    def _counts(self, s: int, ignored: Tensor | None, device: torch.device) -> Tensor:
-        """``(b or 1, slots)``: valid tokens in every window."""
-        valid = torch.ones(1, s, device=device) if ignored is None else (~ignored).float()
-        valid = F.pad(valid, (0, self.slots * self._window - s))
-        return valid.unflatten(1, (self.slots, self._window)).sum(-1)
+        if self.kind == "dynamic":
+            return of_softmax(matrix, x, ignored)
+        if self.interpolate:
+            return Sum(resampled(matrix, s, ignored), None)
+        return Sum(matrix.narrow(-1, 0, s), None)
 
     # From heads to outputs
 
@@ -386,9 +382,10 @@ class LinformerAttention(MultiHead):
             )  # fmt: skip
         if off is not None:
             off = F.pad(off, (0, about.extra)).expand(q.shape[0], -1)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # sums of autocast may be wider
         return attend_to_slots(q, k, v, off, self.head_dim**-0.5, self.backend)
 
-    def _compress(self, x: Tensor, of: _Sum | None, ignored: Tensor | None) -> Tensor:
+    def _compress(self, x: Tensor, of: Sum | None, ignored: Tensor | None) -> Tensor:
         """``(b, h, s, d)`` to ``(b, h, slots, d)``."""
         if of is not None:
             if ignored is not None:
@@ -396,7 +393,7 @@ class LinformerAttention(MultiHead):
             matrix = of.matrix
             if matrix.dim() == 3 and self.sharing != "none":  # of each sample
                 matrix = matrix.unsqueeze(1)
-            return _scale_rows(of, matrix @ x, heads=True)
+            return of.scale(matrix @ x)
         if ignored is not None:
             x = x.masked_fill(ignored[:, None, :, None], -torch.inf)
         x = F.pad(x, (0, 0, 0, self.slots * self._window - x.shape[2]), value=-torch.inf)
@@ -409,29 +406,3 @@ WAY_OUT = (
     "causal='segment' in the constructor lets a token see its own segment up to itself and the "
     "slots of segments before it"
 )
-
-
-def _apply(of: _Sum, x: Tensor) -> Tensor:
-    """``(b, s, width)`` to ``(b, slots, width)``."""
-    return _scale_rows(of, of.matrix @ x)
-
-
-def _scale_rows(of: _Sum, x: Tensor, heads: bool = False) -> Tensor:
-    if of.rows is None:
-        return x
-    rows = of.rows.unsqueeze(-1)
-    return (rows.unsqueeze(1) if heads else rows) * x
-
-
-def _mass(of: _Sum, ignored: Tensor | None) -> Tensor:
-    """``(b or 1, slots)``: what the sum of ones is."""
-    if ignored is None:
-        mass = of.matrix.sum(-1)
-    else:
-        seen = (~ignored).to(of.matrix.dtype)
-        mass = (
-            (of.matrix @ seen.unsqueeze(-1)).squeeze(-1)
-            if of.matrix.dim() == 3
-            else seen @ of.matrix.mT
-        )
-    return mass if of.rows is None else of.rows * mass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,8 +94,8 @@ class MultiHead(nn.MultiheadAttention):
             delattr(self, option)
         vars(self).pop("_layer", None)
 
-    def _reset_own(self) -> None:
-        """Make what ``_own_state`` names, as at first."""
+    def _reset_own(self, names: Sequence[str] | None = None) -> None:
+        """Make what ``_own_state`` names, or these of it, as at first."""
 
     def _load_from_state_dict(
         self,
@@ -106,13 +107,15 @@ class MultiHead(nn.MultiheadAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """A stock state dict has nothing of our own, and loads all the same."""
+        """A stock state dict has nothing of our own, and loads all the same: what is missing of
+        ours is as at first."""
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        ours = {prefix + name for name in self._own_state}
-        if ours.intersection(missing_keys):
-            self._reset_own()
+        ours = {prefix + name: name for name in self._own_state}
+        missing = [ours[key] for key in missing_keys if key in ours]
+        if missing:
+            self._reset_own(missing)
         missing_keys[:] = [key for key in missing_keys if key not in ours]
 
     def _attend(

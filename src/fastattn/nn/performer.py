@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -166,7 +168,7 @@ class PerformerAttention(Recurrent):
         if "num_features" in vars(self):  # not while stock's constructor runs
             self._reset_own()
 
-    def _reset_own(self) -> None:
+    def _reset_own(self, names: Sequence[str] | None = None) -> None:
         """Make what is in the state dict and not in stock's, as at first, where the weights are."""
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
         device = weight.device  # not of out_proj, which loads after its parent
@@ -178,6 +180,8 @@ class PerformerAttention(Recurrent):
             constant = oprf_constant(mean_square, self.head_dim)
             values["oprf_constant"] = torch.full((self.num_heads,), constant)
         for name, value in values.items():
+            if names is not None and name not in names:
+                continue
             present = getattr(self, name, None)
             if present is not None and present.device == device:
                 with torch.no_grad():

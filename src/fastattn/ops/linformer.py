@@ -40,7 +40,7 @@ def linformer_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """softmax(q (E k)ᵀ) F v, in O((n + s)·slots) time and O(n + s) memory.
+    """softmax(q (E k)ᵀ) F v, in O((n + s)·slots) time, without a tensor of n or s times slots.
 
     Every query sees all slots, and a slot is a sum over all keys: there is no causal form.
 
@@ -125,7 +125,9 @@ def attend_to_slots(
     gives zeros.
     """
     paths = {"torch": torch_path.attend, "triton": triton_path.attend, "reference": _to_slots}
-    return paths[_select(q, backend)](q, keys, values, off, scale)
+    run = _select(q, backend)
+    with in_full_precision(q.device.type):
+        return paths[run](q, keys, values, off, scale)
 
 
 def _select(q: Tensor, backend: str | None) -> str:

@@ -238,7 +238,7 @@ def _compress_backward(
         columns = h_kv if own else -(-h_kv * d // tiles["BLOCK_C"])
         launch(
             kernel,
-            (b * columns, -(-s // tiles["BLOCK_N"]), 1),
+            (b * columns * -(-s // tiles["BLOCK_N"]), 1, 1),
             (dslots, proj, hidden, dx, *_strides_of(proj), h_kv, g, s, slots, columns),
             options,
             _constants,
@@ -282,7 +282,7 @@ def _attend(
     tile = _tiles("linformer.attend", options)["BLOCK_Q"]
     launch(
         "linformer.attend",
-        (b * h, -(-n // tile), 1),
+        (b * h * -(-n // tile), 1, 1),
         (q, keys, values, off, out, lse, *q.stride()[:3], h, h // heads, n, slots, scale * LOG2E),
         options,
         _constants,
