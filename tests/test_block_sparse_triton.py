@@ -71,6 +71,20 @@ def test_padding_at_every_block_size(size, n):
     compare(case, layout, lengths=torch.tensor([n, n // 2], dtype=torch.int32, device=DEVICE))
 
 
+@pytest.mark.gpu
+def test_every_length_up_to_1100_runs_at_block_64():
+    """In the interpreter it would take an hour; the torch path does it on any machine."""
+    wide = torch.randn(3, 1, 2, 1100, 16, device="cuda")
+    for n in range(1, 1101):
+        layout = BlockLayout.bigbird(n, num_heads=2)
+        inputs = [x.contiguous() for x in wide[:, :, :, :n].unbind()]
+        got = testing.value_and_grads(partial(kernels, layout=layout), inputs)
+        reference = partial(block_sparse_attention_reference, layout=layout)
+        want = testing.value_and_grads(reference, [x.double() for x in inputs])
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
 def test_lengths_compile_whole_export_and_have_func_grad():
     layout = BlockLayout.bigbird(40, block_size=16)
     lengths = torch.tensor([40, 17], dtype=torch.int32, device=DEVICE)
