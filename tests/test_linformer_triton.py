@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from fastattn import _tuning, ops, testing
+from fastattn import LinformerAttention, _tuning, ops, testing
 from fastattn.ops import linformer_triton
 
 pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def test_slots_that_are_off_are_not_seen():
     off[0, ::3] = off[1] = True
     call = lambda q, k, v: linformer_triton.attend(q, k, v, off, 0.3)  # noqa: E731
     want = lambda q, k, v: (  # noqa: E731
-        ops.linformer.attend_to_slots(q, k, v, off, 0.3, "reference")
+        ops.linformer.attend(q, k, v, off, 0.3, "reference")
     )
     inputs = [q, keys, values]
     testing.assert_as_accurate_as(call, want, inputs)
@@ -153,3 +153,23 @@ def test_empty_inputs_are_no_error(b, n, s):
     assert torch.all(out == 0)
     grads = torch.autograd.grad(out.sum(), (q, k, v, e))
     assert all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("sharing", ["none", "headwise", "key-value"])
+@pytest.mark.parametrize("kind", ["learned", "mean", "max", "dynamic"])
+def test_the_module_runs_on_the_kernels(kind, sharing):
+    if kind in ("mean", "max") and sharing != "headwise":
+        pytest.skip("has no projection to share")
+    layer = LinformerAttention(
+        24, 2, batch_first=True, seq_len=40, slots=9, kind=kind, sharing=sharing, device=DEVICE
+    )
+    x = torch.randn(2, 33, 24, device=DEVICE)
+    mask = (torch.arange(33) > torch.tensor([[32], [20]])).to(DEVICE)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    results = []
+    for backend in ("torch", "triton"):
+        layer.backend = backend
+        out = layer(x, x, x, mask)[0]
+        results.append([out, *torch.autograd.grad(out.square().sum(), parameters)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -13,6 +13,14 @@ from torch.autograd import Function
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float))
 
 
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether a call has to go through a Function; a transform may hide that it does."""
+    if not torch.is_grad_enabled():
+        return False
+    transformed = torch._C._are_functorch_transforms_active()
+    return transformed or any(x.requires_grad for x in tensors)
+
+
 def apply(function: type[Function], *arguments: Any) -> Any:
     """``function.apply(*arguments)``, for a function with ``setup_context`` and no defaults.
 

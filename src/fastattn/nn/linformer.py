@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastattn import _check
 from fastattn.nn.linformer_sums import Sum, counts, of_softmax, of_windows, resampled
 from fastattn.nn.multihead import MultiHead, linear
-from fastattn.ops.linformer import BACKENDS, attend_to_slots
+from fastattn.ops.linformer import BACKENDS, attend
 from fastattn.ops.linformer_torch import attend_to_segments
 
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
@@ -65,7 +65,7 @@ class LinformerAttention(MultiHead):
         causal: False; or "segment": a token sees its own segment up to itself, and the slots of
             segments before it, at O(n·(slots + tokens in a segment)). A segment has 16 slots, or
             the root of all if that is less; for learned and fixed projections.
-        backend: Of the attention to slots, passed to the op; None picks the fastest that can run.
+        backend: As in ``ops.linformer_attention``; None picks the fastest that can run.
     """
 
     _own_state = ("compress_key", "compress_value")
@@ -311,13 +311,15 @@ class LinformerAttention(MultiHead):
         assert of_key is not None
         assert of_value is not None
         if key is value and of_key is of_value:
-            keys = values = of_key.of(key)
+            keys = values = of_key.of(key, self.backend)
         elif key is value:
-            both = torch.cat([of_key.matrix, of_value.matrix], -2)
-            keys, values = (both @ key).chunk(2, -2)
+            both = of_key._replace(
+                matrix=torch.cat([of_key.matrix, of_value.matrix], -2), rows=None
+            )
+            keys, values = both.of(key, self.backend).chunk(2, -2)
             keys, values = of_key.scale(keys), of_value.scale(values)
         else:
-            keys, values = of_key.of(key), of_value.of(value)
+            keys, values = of_key.of(key, self.backend), of_value.of(value, self.backend)
         weights, biases = self._in_projections()
         parts = [linear(query, weights[0], biases[0])]
         for x, weight, bias, of in zip(
@@ -349,7 +351,7 @@ class LinformerAttention(MultiHead):
         if self.kind == "dynamic":
             return of_softmax(matrix, x, ignored)
         if self.interpolate:
-            return Sum(resampled(matrix, s, ignored), None)
+            return Sum(resampled(matrix, s, ignored), None, ignored is not None)
         return Sum(matrix.narrow(-1, 0, s), None)
 
     # From heads to outputs
@@ -383,17 +385,14 @@ class LinformerAttention(MultiHead):
         if off is not None:
             off = F.pad(off, (0, about.extra)).expand(q.shape[0], -1)
         k, v = k.to(q.dtype), v.to(q.dtype)  # sums of autocast may be wider
-        return attend_to_slots(q, k, v, off, self.head_dim**-0.5, self.backend)
+        return attend(q, k, v, off, self.head_dim**-0.5, self.backend)
 
     def _compress(self, x: Tensor, of: Sum | None, ignored: Tensor | None) -> Tensor:
         """``(b, h, s, d)`` to ``(b, h, slots, d)``."""
         if of is not None:
             if ignored is not None:
                 x = x.masked_fill(ignored[:, None, :, None], 0)
-            matrix = of.matrix
-            if matrix.dim() == 3 and self.sharing != "none":  # of each sample
-                matrix = matrix.unsqueeze(1)
-            return of.scale(matrix @ x)
+            return of.of_heads(x, self.backend)
         if ignored is not None:
             x = x.masked_fill(ignored[:, None, :, None], -torch.inf)
         x = F.pad(x, (0, 0, 0, self.slots * self._window - x.shape[2]), value=-torch.inf)

@@ -8,21 +8,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.ops.linformer import compress
+
 
 class Sum(NamedTuple):
     """``rows * (matrix @ x)``, over tokens x that are zero where they are ignored.
 
     Attributes:
-        matrix: ``([b,] [h,] slots, s)``.
+        matrix: ``([h,] slots, s)``, or behind b if each sample has its own.
         rows: ``(b or 1, slots)``, or None for ones.
+        of_samples: Whether each sample has its own matrix.
     """
 
     matrix: Tensor
     rows: Tensor | None
+    of_samples: bool = False
 
-    def of(self, x: Tensor) -> Tensor:
+    def of(self, x: Tensor, backend: str | None) -> Tensor:
         """``(b, s, width)`` to ``(b, slots, width)``."""
-        return self.scale(self.matrix @ x)
+        return self.of_heads(x.unsqueeze(1), backend).squeeze(1)
+
+    def of_heads(self, x: Tensor, backend: str | None) -> Tensor:
+        """``(b, h, s, width)`` to ``(b, h, slots, width)``."""
+        if not self.of_samples:
+            return self.scale(compress(x, self.matrix, None, x.shape[1], backend))
+        matrix = self.matrix if self.matrix.dim() == 4 else self.matrix.unsqueeze(1)
+        return self.scale(matrix @ x)
 
     def scale(self, x: Tensor) -> Tensor:
         """``rows`` times what ``matrix`` made: ``(b, [h,] slots, width)``."""
@@ -64,10 +75,10 @@ def of_softmax(weight: Tensor, x: Tensor, ignored: Tensor | None) -> Sum:
     """A softmax over tokens of x W: x ``(b, s, width)``, weight ``([h,] slots, width)``."""
     logits = weight @ (x.mT if weight.dim() == 2 else x.mT.unsqueeze(1))
     if ignored is None:
-        return Sum(logits.softmax(-1), None)
+        return Sum(logits.softmax(-1), None, True)
     hidden = ignored[:, None] if weight.dim() == 2 else ignored[:, None, None]
     logits = logits.masked_fill(hidden & ~hidden.all(-1, keepdim=True), -torch.inf)
-    return Sum(logits.softmax(-1).masked_fill(hidden, 0), None)
+    return Sum(logits.softmax(-1).masked_fill(hidden, 0), None, True)
 
 
 def resampled(matrix: Tensor, s: int, ignored: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ def attend(
     seen = visible_keys(k.shape[2], key_padding_mask, lengths, q.device)
     words = None if seen is None else bit_words(seen)
     blocks = in_blocks(lengths, layout.block_size)
-    needed = _needs_gradient(q, k, v)
+    needed = _autograd.needs_gradient(q, k, v)
     rows, columns = tables(layout, q.device, blocks, columns=needed)
     numbers = (layout.block_size, layout.causal, scale, dropout_p)
     about = (words, lengths, seed)
@@ -60,13 +60,6 @@ def attend(
         return _call_forward(q, k, v, *about, *rows, *numbers)[0]
     out: Tensor = _autograd.apply(_BlockSparse, q, k, v, *about, *rows, *columns, *numbers)[0]
     return out
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    transformed = torch._C._are_functorch_transforms_active()
-    return transformed or any(x.requires_grad for x in tensors)
 
 
 def _call_forward(*arguments: Any) -> Any:

@@ -264,13 +264,12 @@ def candidates(q: Tensor) -> dict[str, str | None]:
     return {"triton": refusal, "torch": None, "reference": None}
 
 
-def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    device = q.device.type
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # asking for meta raises
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    return q, k, v
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def in_full_precision(device: str) -> AbstractContextManager[None]:

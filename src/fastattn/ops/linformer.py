@@ -67,15 +67,10 @@ def linformer_attention(
         ValueError: A shape, device or option does not fit, or there are more keys than columns.
     """
     q, k, v = under_autocast(q, k, v)
-    call = _check_inputs(q, k, v, proj_k, proj_v, key_padding_mask, scale)
-    paths = {
-        "torch": torch_path.attention,
-        "triton": triton_path.attention,
-        "reference": _reference,
-    }
-    run = _select(q, backend)
-    with in_full_precision(q.device.type):
-        return paths[run](q, k, v, *call)
+    call, h = _check_inputs(q, k, v, proj_k, proj_v, key_padding_mask, scale), q.shape[1]
+    keys = compress(k, call.proj_k, call.key_padding_mask, h, backend)
+    values = compress(v, call.proj_v, call.key_padding_mask, h, backend)
+    return attend(q, keys, values, None, call.scale, backend)
 
 
 def linformer_attention_reference(
@@ -101,17 +96,29 @@ def _reference(
     mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    h, s, out_dtype = q.shape[1], k.shape[2], v.dtype
     wide = torch.promote_types(q.dtype, torch.float32)
-    if mask is not None:
-        k, v = (x.masked_fill(mask[:, None, :, None], 0) for x in (k, v))
-    k, v = (x.to(wide).repeat_interleave(h // x.shape[1], 1) for x in (k, v))
-    keys = proj_k[..., :s].to(wide) @ k  # (b, h, slots, d)
-    values = proj_v[..., :s].to(wide) @ v
-    return _to_slots(q, keys, values, None, scale).to(out_dtype)
+    keys = _compress(k.to(wide), proj_k, mask, q.shape[1])
+    values = _compress(v.to(wide), proj_v, mask, q.shape[1])
+    return _attend(q.to(wide), keys, values, None, scale).to(v.dtype)
 
 
-def attend_to_slots(
+def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int, backend: str | None) -> Tensor:
+    """The first half: sums over tokens ``(b, h_kv, s, d)``, of any width d, that are not masked.
+
+    Args:
+        proj: ``(slots, L)``, or ``(h, slots, L)`` for h query heads.
+
+    Returns:
+        ``(b, h_kv, slots, d)``, or of h heads; under autocast in its dtype.
+    """
+    (x,) = under_autocast(x)
+    run = _select(x, backend)
+    paths = {"torch": torch_path.compress, "triton": triton_path.compress, "reference": _compress}
+    with in_full_precision(x.device.type):
+        return paths[run](x, proj, mask, h)
+
+
+def attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -124,17 +131,26 @@ def attend_to_slots(
     Slots that are ``off``, ``(b, slots)`` bool, are seen by nobody; a sample whose slots all are
     gives zeros.
     """
-    paths = {"torch": torch_path.attend, "triton": triton_path.attend, "reference": _to_slots}
+    paths = {"torch": torch_path.attend, "triton": triton_path.attend, "reference": _attend}
     run = _select(q, backend)
     with in_full_precision(q.device.type):
         return paths[run](q, keys, values, off, scale)
 
 
-def _select(q: Tensor, backend: str | None) -> str:
-    return select("linformer_attention", backend, torch=None, triton=refusal(q), reference=None)
+def _select(x: Tensor, backend: str | None) -> str:
+    return select("linformer_attention", backend, torch=None, triton=refusal(x), reference=None)
 
 
-def _to_slots(q: Tensor, keys: Tensor, values: Tensor, off: Tensor | None, scale: float) -> Tensor:
+def _compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if mask is not None:
+        x = x.masked_fill(mask[:, None, :, None], 0)
+    heads = x.shape[1] if proj.dim() == 2 else h
+    tokens = x.to(wide).repeat_interleave(heads // x.shape[1], 1)
+    return (proj[..., : x.shape[2]].to(wide) @ tokens).to(x.dtype)  # (b, heads, slots, d)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, off: Tensor | None, scale: float) -> Tensor:
     wide, h = torch.promote_types(q.dtype, torch.float32), q.shape[1]
     k, v = (x.to(wide).repeat_interleave(h // x.shape[1], 1) for x in (keys, values))
     logits = scale * (q.to(wide) @ k.mT)  # (b, h, n, slots)

@@ -7,29 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    proj_k: Tensor,
-    proj_v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """:func:`fastattn.ops.linformer_attention`, behind its door."""
-    if mask is not None:
-        k, v = (x.masked_fill(mask[:, None, :, None], 0) for x in (k, v))
-    h = q.shape[1]
-    keys, values = compress(k, proj_k, h), compress(v, proj_v, h)
-    return attend(q, keys, values, None, scale)
-
-
-def compress(x: Tensor, proj: Tensor, h: int) -> Tensor:
+def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
     """``(b, h_kv, s, d)`` by ``(slots, L)`` or ``(h, slots, L)``: ``(b, h_kv or h, slots, d)``.
 
     A projection that the heads share is one product a sample, over all heads side by side.
     """
-    proj = proj[..., : x.shape[2]].to(x.dtype)
+    if mask is not None:
+        x = x.masked_fill(mask[:, None, :, None], 0)
+    proj = proj.narrow(-1, 0, x.shape[2]).to(x.dtype)
     if proj.dim() == 2:
         heads = x.shape[1]
         both = proj @ x.transpose(1, 2).flatten(2)  # (b, slots, h_kv·d)

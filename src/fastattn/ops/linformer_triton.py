@@ -32,25 +32,10 @@ _lib.define(
 )
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    proj_k: Tensor,
-    proj_v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """:func:`fastattn.ops.linformer_attention`, behind its door."""
-    h = q.shape[1]
-    keys, values = compress(k, proj_k, mask, h), compress(v, proj_v, mask, h)
-    return attend(q, keys, values, None, scale)
-
-
 def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
     """``(b, h_kv, s, d)`` by ``(slots, L)`` or ``(h, slots, L)``: ``(b, h_kv or h, slots, d)``."""
     heads = h if proj.dim() == 3 else x.shape[1]
-    if not _needs_gradient(x, proj):
+    if not _autograd.needs_gradient(x, proj):
         return _call_compress(x, proj, mask, heads)
     out: Tensor = _autograd.apply(_Compress, x, proj, mask, heads)
     return out
@@ -58,17 +43,10 @@ def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, off: Tensor | None, scale: float) -> Tensor:
     """Softmax attention to slots; ``off`` ``(b, slots)`` bool, of those that nobody sees."""
-    if not _needs_gradient(q, keys, values):
+    if not _autograd.needs_gradient(q, keys, values):
         return _call_attend(q, keys, values, off, scale)[0]
     out: Tensor = _autograd.apply(_Attend, q, keys, values, off, scale)[0]
     return out
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    transformed = torch._C._are_functorch_transforms_active()
-    return transformed or any(x.requires_grad for x in tensors)
 
 
 def _call_compress(*arguments: Any) -> Any:
