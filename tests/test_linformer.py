@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fastattn import LinformerAttention, convert, ops, revert, testing
-from fastattn.nn.linformer_sums import counts
+from fastattn.nn.linformer_sums import counts, resampled
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH, HEADS = 24, 4
@@ -96,6 +97,13 @@ def test_second_derivatives_and_func_grad_are_right():
         inputs[0].unsqueeze(1), *inputs[1:]
     )
     torch.testing.assert_close(rows[0], call(*inputs))
+
+
+def test_the_reference_does_not_round_in_between():
+    case = CASES[4]
+    inputs = [*case.inputs(torch.bfloat16), *(x.bfloat16() for x in projections(case))]
+    named = ops.linformer_attention(*inputs, backend="reference")
+    assert torch.equal(named, ops.linformer_attention_reference(*inputs))
 
 
 def test_bad_input_says_what_is_wrong():
@@ -335,10 +343,12 @@ def test_lengths_beyond_the_projections_are_an_error_or_resampled():
     other, short = make(), x[:, :20]
     other.load_state_dict(ours.state_dict())
     assert torch.equal(ours(short, short, short)[0], other(short, short, short)[0])
-    y = x[:, :1].expand(-1, 50, -1)
-    want = ours(y[:, :20], y[:, :20], y[:, :20])[0][:, 0]  # constant input: sums of columns count
-    got = ours(y, y, y)[0][:, 0]
-    assert (got - want).norm() < 0.5 * want.norm()
+    for s in (1, 7, 20, 50):
+        want = 20 / s * F.interpolate(ours.compress_key.unsqueeze(0), size=s, mode="linear")[0]
+        torch.testing.assert_close(resampled(ours.compress_key, s, None), want)
+        mask = torch.arange(60).expand(2, -1) >= s
+        own = resampled(ours.compress_key, 60, mask)[..., :s]
+        torch.testing.assert_close(own, want.expand(2, -1, -1))
     assert ours(x[:, :0], x[:, :0], x[:, :0])[0].shape == (1, 0, WIDTH)
     for n in (1, 19, 20):
         assert make()(x[:, :n], x[:, :n], x[:, :n])[0].isfinite().all()

@@ -249,6 +249,18 @@ def block_sparse(kernel: str, d: int, e: int, size: int, dtype: torch.dtype) -> 
 
 
 @cache
+def block_sparse_tables(kernel: str) -> dict[str, int]:
+    """Tiles of the kernels that evaluate a recipe: "rows", one a thread, or "columns"."""
+    return {
+        "BLOCK": 128 if kernel == "rows" else 32,
+        "CHUNK": 1024,
+        "FEW": 64,
+        "num_warps": 4,
+        "num_stages": 1,
+    }
+
+
+@cache
 def linformer_splits(programs: int, device: torch.device) -> int:
     """Into how many splits the tokens, or the queries, of a sample are cut."""
     return max(1, min(64, multiprocessors(device) // max(programs, 1)))
@@ -266,42 +278,27 @@ def linformer(
     block_d, block_e, most = _block(d), _block(e), _block(slots)
     exact = dtype == torch.float32  # exact products run outside the tensor cores, in registers
     wide = max(block_d, block_e) > 64
-    columns = block_d if own else 128
-    tiles, warps, stages = {}, 8, 3
+    stages = 3
     if kernel == "add":
         return {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}
     if kernel in ("compress", "grad_tokens", "grad_projection"):
-        tiles = {"BLOCK_K": min(most, 128), "BLOCK_C": min(columns, 128), "BLOCK_N": 64}
-        if exact:
-            tiles = {"BLOCK_K": min(most, 32), "BLOCK_C": min(columns, 32), "BLOCK_N": 32}
-        if own:
-            tiles["BLOCK_C"] = block_d
+        side, tokens = (32, 32) if exact else (128, 64)
+        columns = block_d if own else side
+        tiles = {"BLOCK_K": min(most, side), "BLOCK_C": columns, "BLOCK_N": tokens}
+    elif exact:
+        tiles, stages = {"BLOCK_Q": 16 if wide else 32, "BLOCK_K": min(most, 32)}, 2
+    elif wide:
+        tiles, stages = {"BLOCK_Q": 32, "BLOCK_K": min(most, 64)}, 2
     elif kernel == "attend":
         tiles = {"BLOCK_Q": 128, "BLOCK_K": min(most, 128)}
     else:
         tiles, stages = {"BLOCK_Q": 32, "BLOCK_K": min(most, 256)}, 2
-    if wide and kernel in ("attend", "grad_slots"):
-        tiles, stages = {"BLOCK_Q": 32, "BLOCK_K": min(most, 64)}, 2
-    if exact and kernel in ("attend", "grad_slots"):
-        tiles, stages = {"BLOCK_Q": 16 if wide else 32, "BLOCK_K": min(most, 32)}, 2
     return {
         **tiles,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
-        "num_warps": warps,
+        "num_warps": 8,
         "num_stages": stages,
-    }
-
-
-@cache
-def block_sparse_tables(kernel: str) -> dict[str, int]:
-    """Tiles of the kernels that evaluate a recipe: "rows", one a thread, or "columns"."""
-    return {
-        "BLOCK": 128 if kernel == "rows" else 32,
-        "CHUNK": 1024,
-        "FEW": 64,
-        "num_warps": 4,
-        "num_stages": 1,
     }
 
 

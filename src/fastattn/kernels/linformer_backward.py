@@ -85,7 +85,8 @@ def grad_tokens_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dx (B, S, HKV, WIDTH) of dslots (B, heads, SLOTS, WIDTH): if OWN of G heads to each."""
-    pid = tl.program_id(0) % (tl.num_programs(0) // tl.cdiv(S, BLOCK_N))
+    parts = tl.cdiv(S, BLOCK_N)
+    pid = tl.program_id(0) // parts
     b, which = (pid // TILES).to(tl.int64), pid % TILES
     c = tl.arange(0, BLOCK_C)
     if OWN:
@@ -94,8 +95,7 @@ def grad_tokens_kernel(
     else:
         of, at = (which * BLOCK_C + c) // WIDTH, (which * BLOCK_C + c) % WIDTH
         there = of < HKV
-    part = tl.program_id(0) // (tl.num_programs(0) // tl.cdiv(S, BLOCK_N))
-    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)
     if MASKED:
         hidden_ptr += b * S
     keep = seen_tokens(hidden_ptr, n, S, MASKED)

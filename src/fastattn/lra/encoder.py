@@ -155,7 +155,7 @@ def mixers_of(mixer: str) -> list[tuple[str, dict[str, Any]]]:
     """The names in a pattern of mixers, and their options: "bigbird:num_random_blocks=4 linear".
 
     Raises:
-        ValueError: A name or an option is unknown, a value is no Python literal, or there is none.
+        ValueError: A name or an option is unknown, or there is none.
     """
     found = []
     for word in mixer.split():

@@ -198,7 +198,7 @@ class BlockLayout:
             whole = torch.full((1,), self.shape[0], dtype=torch.int64, device=device)
             return self._evaluate(whole, columns)
 
-        return self.once((device, columns), make)
+        return self.once(device, columns, make)
 
     def _evaluate(self, lengths: Tensor, columns: bool) -> Lists:
         assert self.recipe is not None
@@ -209,13 +209,14 @@ class BlockLayout:
         """Whether it is a list, and not evaluated for each length."""
         return self._explicit is not None
 
-    def once(self, key: Any, make: Callable[[], T]) -> T:
-        """What was made for this key before, or is now; kept if it is what any later call can use.
+    def once(self, device: torch.device, what: Any, make: Callable[[], T]) -> T:
+        """What was made for a device before, or is now; kept if any later call can use it.
 
         A compiler's or a transform's tensors stand for others; one that is made while a CUDA graph
         is captured has no values until it is replayed; one of inference mode cannot be saved for a
         backward pass.
         """
+        key = device, what
         if key in self._found:
             return self._found[key]
         with torch.inference_mode(False):
@@ -227,8 +228,8 @@ class BlockLayout:
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
         if not passing:
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # once: the next call may be on another stream
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # once: the next call may be on another stream
             self._found[key] = found
         return found
 

@@ -51,13 +51,13 @@ def tables(
     Made once a device where there are no lengths; with them in every call, without a
     synchronisation, and what is by column only if asked for.
     """
-    if layout.recipe is None or layout.is_explicit:
+    if layout.is_explicit:
 
         def explicit() -> tuple[Tables, Tables]:
             rows, columns = (tables_of(layout.lists(device, columns=x)) for x in (False, True))
             return rows, columns
 
-        return layout.once((device, "tables"), explicit)
+        return layout.once(device, "tables", explicit)
     if lengths is not None:
         return _evaluate(layout, lengths.int(), columns)
 
@@ -65,7 +65,7 @@ def tables(
         whole_length = torch.full((1,), layout.shape[0], dtype=torch.int32, device=device)
         return _evaluate(layout, whole_length, True)
 
-    return layout.once((device, "tables"), full)
+    return layout.once(device, "tables", full)
 
 
 def _evaluate(layout: BlockLayout, lengths: Tensor, columns: bool) -> tuple[Tables, Tables]:

@@ -165,11 +165,14 @@ def _add(share: Tensor, total: Tensor, splits: int) -> Tensor:
     return total
 
 
-def _heads_of(x: Tensor, proj: Tensor, heads: int, tile: int) -> tuple[int, int]:
-    """Query heads per head of x, and tiles of columns in a sample."""
-    if proj.dim() == 3:
-        return heads // x.shape[1], heads
-    return 1, -(-x.shape[1] * x.shape[3] // tile)
+def _heads_of(x: Tensor, proj: Tensor, heads: int) -> int:
+    """How many of the heads that come out read one head of x."""
+    return heads // x.shape[1] if proj.dim() == 3 else 1
+
+
+def _columns(x: Tensor, proj: Tensor, heads: int, tile: int) -> int:
+    """Tiles of columns in a sample: one of these heads each, or of all heads of x side by side."""
+    return heads if proj.dim() == 3 else -(-x.shape[1] * x.shape[3] // tile)
 
 
 def _strides_of(proj: Tensor) -> tuple[int, int]:
@@ -184,7 +187,7 @@ def _compress(x: Tensor, proj: Tensor, hidden: Tensor | None, heads: int) -> Ten
     x, proj, hidden = dense(x), whole(proj), whole(hidden)
     options = _options(x, proj.dtype, d, hidden, proj.dim() == 3, slots)
     tiles = _tiles("linformer.compress", options)
-    g, columns = _heads_of(x, proj, heads, tiles["BLOCK_C"])
+    g, columns = _heads_of(x, proj, heads), _columns(x, proj, heads, tiles["BLOCK_C"])
     slot_tiles = -(-slots // tiles["BLOCK_K"])
     splits = _tuning.linformer_splits(b * columns * slot_tiles, x.device)
     share = x.new_empty(splits * slots_of.numel(), dtype=torch.float32)
@@ -209,11 +212,11 @@ def _compress_backward(
     x, proj, hidden, dslots = dense(x), whole(proj), whole(hidden), whole(dslots)
     own = proj.dim() == 3
     options = _options(x, proj.dtype, d, hidden, own, slots)
-    g = heads // h_kv if own else 1
+    g = _heads_of(x, proj, heads)
     if of_x:
         kernel = "linformer_backward.grad_tokens"
         tiles = _tiles(kernel, options)
-        columns = h_kv if own else -(-h_kv * d // tiles["BLOCK_C"])
+        columns = _columns(x, proj, h_kv, tiles["BLOCK_C"])
         launch(
             kernel,
             (b * columns * -(-s // tiles["BLOCK_N"]), 1, 1),
@@ -308,7 +311,7 @@ def _attend_backward(
             _add(share, total, splits)
         else:
             of_heads = q.new_empty(b, heads, h // heads, slots, total.shape[3], dtype=torch.float32)
-            torch.sum(_add(share, of_heads, splits).to(total.dtype), 2, out=total)
+            total.copy_(_add(share, of_heads, splits).sum(2))
     return dq, dkeys, dvalues
 
 
