@@ -172,7 +172,7 @@ def test_long_rows_and_columns_are_cut_and_added():
 def test_global_rows_are_cut_for_each_samples_length():
     case = testing.AttentionCase("", "", 2, 1, 1, 280, 280, 8, 8)
     layout = BlockLayout.sliding_window(280, block_size=16, num_window_blocks=1)
-    assert tables(layout, DEVICE)[0].merges.shape[3] == 1
+    assert tables(layout, torch.device(DEVICE))[0].merges.shape[3] == 1
     lengths = torch.tensor([270, 40], dtype=torch.int32, device=DEVICE)
     compare(case, layout, lengths=lengths)
 
