@@ -57,11 +57,13 @@ def compile_one(job: tuple) -> dict:
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or value is True or value is False:
+        if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.dtype):
             signature[parameter.name] = POINTERS[value]
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, bool):
+            raise TypeError(f"{name}: {parameter.name} is {value}, and no constant")
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         elif value == 1:

@@ -4,7 +4,7 @@
     columns   a tile of columns: who drew them, their entries, their items
 
 Letters: HEADS with patterns of their own, ROWS blocks in the longest sample; of a row FIRST and
-LAST global blocks of the sequence, LEFT and RIGHT of its own, DRAWN at random. STATE is the hash of
+LAST global blocks of the sequence, LEFT and RIGHT of its own, DRAWN at random. HASHED is the hash of
 seed and layer. Tables are laid out as ``kernels.block_sparse`` reads them. Entries of row i begin
 at ROOM·i; behind those of all rows are the numbers from 0 to ROWS, which is what global rows and
 columns see, in PARTS parts of LIMIT entries. Items of what does not exist have the row ROWS.
@@ -80,7 +80,7 @@ def put_globals(
 @launched
 def rows_kernel(
     lengths_ptr, drawn_ptr, blocks_ptr, items_ptr, merges_ptr,
-    STATE,
+    HASHED,
     HEADS, ROWS, FIRST, LAST, LEFT, RIGHT, DRAWN, ROOM, ITEMS, LIMIT, CUTS, PARTS,
     CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def rows_kernel(
     # Floyd's algorithm over the blocks in [first, start) and in [end, last)
     before = start - first
     free = before + last - end
-    state = step(step(STATE.to(tl.uint64), head + tl.zeros_like(row)), row)
+    state = step(step(HASHED.to(tl.uint64), head + tl.zeros_like(row)), row)
     for i in range(0, DRAWN):
         limit = free - DRAWN + i + 1
         high = (step(state, i + tl.zeros_like(row)) >> 32).to(tl.int64)

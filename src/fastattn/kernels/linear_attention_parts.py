@@ -20,7 +20,7 @@ SIZES += ("PADDED", "WORDS", "ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H")
 SIZES += ("HEADS", "ROWS", "FIRST", "LAST", "LEFT", "RIGHT", "DRAWN", "LIMIT", "CUTS", "PARTS")
 SIZES += ("SLOTS", "BATCH", "TILES", "COUNT")
 STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "x", "dout") for i in "bhn")
-WIDE = (*STRIDES, "p_h", "p_k", "THRESHOLD", "STATE")
+WIDE = (*STRIDES, "p_h", "p_k", "THRESHOLD", "HASHED")
 
 
 def launched(function):
@@ -30,6 +30,8 @@ def launched(function):
     """
     names = [name for name in inspect.signature(function).parameters if name in SIZES + WIDE]
     for name in names:
+        if name in function.__annotations__:
+            raise TypeError(f"{function.__name__}: {name} is the name of a size, not of a constant")
         function.__annotations__[name] = tl.int64 if name in WIDE else tl.int32
     return triton.jit(function, do_not_specialize=names)
 
