@@ -13,8 +13,13 @@ from typing import Any
 import torch
 
 import fastattn
+from fastattn.ops.block_sparse import BACKENDS as BLOCK_SPARSE
 from fastattn.ops.favor import BACKENDS as FAVOR
 from fastattn.ops.linear_attention import BACKENDS as LINEAR
+from fastattn.ops.linformer import BACKENDS as LINFORMER
+
+BACKENDS = LINEAR | FAVOR
+BACKENDS |= {"block_sparse_attention": BLOCK_SPARSE, "linformer_attention": LINFORMER}
 
 
 def report() -> dict[str, Any]:
@@ -36,7 +41,7 @@ def report() -> dict[str, Any]:
         },
         "backends, the first runs": {
             op: ", ".join(sorted(names, key=lambda name: name == "triton" and not gpu))
-            for op, names in (LINEAR | FAVOR).items()
+            for op, names in BACKENDS.items()
         },
     }
 

@@ -4,8 +4,8 @@
     columns   a tile of columns: who drew them, their entries, their items
 
 Letters: HEADS with patterns of their own, ROWS blocks in the longest sample; of a row FIRST and
-LAST global blocks of the sequence, LEFT and RIGHT of its own, DRAWN at random. HASHED is the hash of
-seed and layer. Tables are laid out as ``kernels.block_sparse`` reads them. Entries of row i begin
+LAST global blocks of the sequence, LEFT and RIGHT of its own, DRAWN at random. HASHED are seed and
+layer. Tables are laid out as ``kernels.block_sparse`` reads them. Entries of row i begin
 at ROOM·i; behind those of all rows are the numbers from 0 to ROWS, which is what global rows and
 columns see, in PARTS parts of LIMIT entries. Items of what does not exist have the row ROWS.
 """

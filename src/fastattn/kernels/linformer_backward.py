@@ -10,8 +10,8 @@ The gradients of slots, and dq where slots are more than a tile, are sums of par
 
 import triton.language as tl
 
-from fastattn.kernels.linear_attention_parts import begin, launched, tile
-from fastattn.kernels.linformer import columns, seen_tokens
+from fastattn.kernels.linear_attention_parts import begin, behind_first, launched, put, tile
+from fastattn.kernels.linformer import columns, seen_tokens, slots_of, split_of
 
 
 @launched
@@ -19,60 +19,61 @@ def grad_slots_kernel(
     q_ptr, keys_ptr, values_ptr, off_ptr, out_ptr, dout_ptr, lse_ptr,
     dkeys_ptr, dvalues_ptr, dq_ptr,
     q_b, q_h, q_n, dout_b, dout_h, dout_n,
-    H, G, N, SLOTS, SPLITS, BATCH,
+    H, G, N, SLOTS, BATCH,
     scale, slope,
-    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dkeys (SPLITS, B, H, SLOTS, D), dvalues; dq (tiles of slots, B, N, H, D)."""
+    """dkeys (splits, B, H, SLOTS, D), dvalues; dq (programs of slots, B, N, H, D).
+
+    dq is summed transposed: a product has 64 rows, D are enough of them, and then a tile may be of
+    32 queries.
+    """
     row_id = tl.program_id(0).to(tl.int64)
     b, head = row_id // H, row_id % H
-    split, tile_k = tl.program_id(1), tl.program_id(2)
-    slots_of = row_id // G
+    split, part = tl.program_id(1), tl.program_id(2)
+    slots_of_head = row_id // G * SLOTS
     q_ptr, q_n = begin(q_ptr, b, head, 0, q_b, q_h, q_n, UNIT, False)
     dout_ptr, dout_n = begin(dout_ptr, b, head, 0, dout_b, dout_h, dout_n, UNIT, False)
     out_n, dq_n = H.to(tl.int64) * E, H.to(tl.int64) * D
     out_ptr += b * N * out_n + head * E
-    dq_ptr += (tile_k * BATCH + b) * N * dq_n + head * D
+    dq_ptr += (part * BATCH + b) * N * dq_n + head * D
     lse_ptr += row_id * N
-    first = tile_k * BLOCK_K
+    if MASKED:
+        off_ptr += b * SLOTS
+    first = part * BLOCK_K
     slot = first + tl.arange(0, BLOCK_K)
-    here = slot < SLOTS
-    k = tile(keys_ptr + slots_of * SLOTS * D, first, tl.cast(D, tl.int64), here, D, BLOCK_D)
-    v = tile(values_ptr + slots_of * SLOTS * E, first, tl.cast(E, tl.int64), here, E, BLOCK_E)
-    k, v = k.to(DOT), v.to(DOT)
-    seen = seen_tokens(off_ptr + b * SLOTS if MASKED else off_ptr, slot, SLOTS, MASKED)
-    none = tl.where(seen, 0.0, -float("inf"))
+    k = slots_of(keys_ptr + slots_of_head * D, first, SLOTS, FULL, D, BLOCK_K, BLOCK_D, DOT)
+    v = slots_of(values_ptr + slots_of_head * E, first, SLOTS, FULL, E, BLOCK_K, BLOCK_E, DOT)
     dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
-    size = tl.cdiv(tl.cdiv(N, BLOCK_Q), SPLITS) * BLOCK_Q
-    low = split * size
-    for start in range(low, tl.minimum(low + size, N), BLOCK_Q):
+    low, high = split_of(N, BLOCK_Q)
+    for start in range(low, behind_first(low, high), BLOCK_Q):
         i = start + tl.arange(0, BLOCK_Q)
-        inside = i < N
-        q = tile(q_ptr, start, q_n, inside, D, BLOCK_D).to(DOT)  # [Q, D]
-        dout = tile(dout_ptr, start, dout_n, inside, E, BLOCK_E)  # [Q, E]
-        out = tile(out_ptr, start, out_n, inside, E, BLOCK_E)
+        q = tile(q_ptr, start, q_n, i < high, D, BLOCK_D).to(DOT)  # [Q, D]
+        dout = tile(dout_ptr, start, dout_n, i < high, E, BLOCK_E)  # [Q, E]
+        out = tile(out_ptr, start, out_n, i < high, E, BLOCK_E)
         delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
         dout = dout.to(DOT)
-        whole = tl.load(lse_ptr + i, mask=inside, other=float("inf"))
+        whole = tl.load(lse_ptr + i, mask=i < high, other=float("inf"))
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [K, Q]
-        logits = logits * scale + none[:, None]
-        weights = tl.exp2(logits - whole[None, :])
+        weights = tl.exp2(logits * scale - whole[None, :])
+        if MASKED or not FULL:
+            seen = seen_tokens(off_ptr, slot, SLOTS, MASKED)
+            weights = tl.where(seen[:, None], weights, 0.0)
         dv = tl.dot(weights.to(DOT), dout, dv, input_precision=PRECISION)
         slopes = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [K, Q]
         slopes = (weights * (slopes - delta[None, :])).to(DOT)
         dk = tl.dot(slopes, q, dk, input_precision=PRECISION)
-        dq = tl.dot(tl.trans(slopes), k, input_precision=PRECISION)  # [Q, D]
-        x = tl.arange(0, BLOCK_D)
-        to = dq_ptr + i.to(tl.int64)[:, None] * dq_n + x[None, :]
-        value = (dq * slope).to(dq_ptr.dtype.element_ty)
-        tl.store(to, value, mask=inside[:, None] & (x < D)[None, :])
+        dq = tl.dot(tl.trans(k), slopes, input_precision=PRECISION)  # [D, Q]
+        put(dq_ptr, start, dq_n, i < high, tl.trans(dq) * slope, D, BLOCK_D)
+    here = (slot < SLOTS)[:, None]
     row = ((split * BATCH * H + row_id) * SLOTS + slot)[:, None]
     x, y = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
-    tl.store(dkeys_ptr + row * D + x, dk * slope, mask=here[:, None] & (x < D))
-    tl.store(dvalues_ptr + row * E + y, dv, mask=here[:, None] & (y < E))
+    dk = (dk * slope).to(dkeys_ptr.dtype.element_ty)
+    tl.store(dkeys_ptr + row * D + x, dk, mask=here & (x < D))
+    tl.store(dvalues_ptr + row * E + y, dv.to(dvalues_ptr.dtype.element_ty), mask=here & (y < E))
 
 
 @launched
@@ -96,23 +97,24 @@ def grad_tokens_kernel(
         of, at = (which * BLOCK_C + c) // WIDTH, (which * BLOCK_C + c) % WIDTH
         there = of < HKV
     n = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)
-    if MASKED:
-        hidden_ptr += b * S
-    keep = seen_tokens(hidden_ptr, n, S, MASKED)
+    columns_there = (S + 7) // 8 * 8
+    p_h, p_k = p_h // 8 * 8, p_k // 8 * 8
     acc = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     turns = tl.cdiv(SLOTS, BLOCK_K)
-    for turn in range(0, turns * G if OWN else turns):
+    for turn in range(0, behind_first(0, turns * G if OWN else turns)):
         head = which * G + turn // turns if OWN else 0
         slot = turn % turns * BLOCK_K + tl.arange(0, BLOCK_K)
         here = slot < SLOTS
         at_p = proj_ptr + head * p_h + slot.to(tl.int64)[:, None] * p_k + n[None, :]
-        p = tl.load(at_p, mask=here[:, None] & (n < S)[None, :], other=0.0).to(DOT)  # [K, N]
+        p = tl.load(at_p, mask=here[:, None] & (n < columns_there)[None, :], other=0.0)
+        p = p.to(DOT)  # [K, N]
         row = (b * HKV * G + head if OWN else b * HKV + of) * SLOTS
         at_d = dslots_ptr + (row + tl.zeros_like(of))[None, :] * WIDTH + at[None, :]
         inside = here[:, None] & there[None, :]
         d = tl.load(at_d + slot[:, None] * WIDTH, mask=inside, other=0.0).to(DOT)  # [K, C]
         acc = tl.dot(tl.trans(p), d, acc, input_precision=PRECISION)
-    acc = tl.where(keep[:, None], acc, 0.0)
+    if MASKED:
+        acc = tl.where(seen_tokens(hidden_ptr + b * S, n, S, MASKED)[:, None], acc, 0.0)
     to = dx_ptr + ((b * S + n)[:, None] * HKV + of[None, :]) * WIDTH + at[None, :]
     inside = (n < S)[:, None] & there[None, :]
     tl.store(to, acc.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -135,7 +137,7 @@ def grad_projection_kernel(
     all_columns = WIDTH if OWN else H * WIDTH
     turns = tl.cdiv(all_columns, BLOCK_C)
     x_n = x_n // UNIT * UNIT
-    for turn in range(0, turns * BATCH):
+    for turn in range(0, behind_first(0, turns * BATCH)):
         b, first = (turn // turns).to(tl.int64), turn % turns * BLOCK_C
         x, of, at = columns(x_ptr, b, head // G, first, x_b, x_h, WIDTH, BLOCK_C, UNIT, OWN)
         there = at < WIDTH if OWN else of < H

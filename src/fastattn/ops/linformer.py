@@ -14,10 +14,9 @@ from fastattn import _check
 from fastattn._backend import select
 from fastattn.ops import linformer_torch as torch_path
 from fastattn.ops import linformer_triton as triton_path
-from fastattn.ops.linear_attention import in_full_precision, under_autocast
-from fastattn.ops.linear_attention_triton import refusal
+from fastattn.ops.linear_attention import candidates, in_full_precision, under_autocast
 
-BACKENDS = ("torch", "triton", "reference")
+BACKENDS = ("triton", "torch", "reference")
 
 
 class _Call(NamedTuple):
@@ -54,9 +53,9 @@ def linformer_attention(
         key_padding_mask: ``(b, s)`` bool, True = ignore. What k and v hold at ignored positions,
             NaN included, changes nothing. A sample without a key gives zeros.
         scale: On the logits; None means d^-0.5.
-        backend: "torch", "triton" (CUDA, no float64; not measured yet, so only if named),
-            "reference" (in float32, or float64 for float64 inputs), or None for the first that can
-            run. The first two have no second derivative.
+        backend: "triton" (CUDA, no float64), "torch", "reference" (in float32, or float64 for
+            float64 inputs), or None for the first that can run. The first two have no second
+            derivative.
 
     Returns:
         ``(b, h, n, e)`` in the dtype of v. Under autocast q, k and v are first cast to its dtype,
@@ -141,7 +140,7 @@ def attend(
 
 
 def _select(x: Tensor, backend: str | None) -> str:
-    return select("linformer_attention", backend, torch=None, triton=refusal(x), reference=None)
+    return select("linformer_attention", backend, **candidates(x))
 
 
 def _compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -120,6 +121,8 @@ class _Options(NamedTuple):
     own: bool
     unit: int
     slots: int  # how many, as the power of two that holds them
+    full: bool  # they are that many
+    whole: bool  # sums are not split: they are stored as what they are
 
 
 def _constants(kernel: str, options: _Options) -> dict[str, Any]:
@@ -133,6 +136,7 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
         "WIDTH": options.d,
         "MASKED": options.masked,
         "OWN": options.own,
+        "FULL": options.full,
         "PRECISION": precision,
         "DOT": getattr(tl, dot),
         **_tiles(kernel, options),
@@ -150,12 +154,13 @@ def _options(
     strides = [s for y in (x, *more) for s in y.stride()[:3]]
     unit = 1 if any(s % 8 for s in strides) else 8
     size = 1 << (slots - 1).bit_length()
-    return _Options(x.dtype, of, x.shape[3], e, hidden is not None, own, unit, size)
+    full = slots == size >= 16
+    return _Options(x.dtype, of, x.shape[3], e, hidden is not None, own, unit, size, full, False)
 
 
 def _add(share: Tensor, total: Tensor, splits: int) -> Tensor:
     """The splits of a share in float32, into what has the shape and dtype of one."""
-    options = _Options(total.dtype, total.dtype, 1, 1, False, False, 1, 1)
+    options = _Options(total.dtype, total.dtype, 1, 1, False, False, 1, 1, False, False)
     count = total.numel()
     tile = _tiles("linformer.add", options)["BLOCK"]
     launch(
@@ -175,6 +180,19 @@ def _columns(x: Tensor, proj: Tensor, heads: int, tile: int) -> int:
     return heads if proj.dim() == 3 else -(-x.shape[1] * x.shape[3] // tile)
 
 
+def _readable(proj: Tensor, s: int) -> Tensor:
+    """Rows of s columns that begin at multiples of 8, with zeros up to the next one: as it is, or
+    copied, which takes less time than to load its elements one by one."""
+    strides = proj.stride()
+    if (
+        strides[-1] == 1
+        and proj.data_ptr() % 16 == 0
+        and not any(x % 8 for x in (s, *strides[:-1]))
+    ):
+        return proj
+    return F.pad(proj[..., :s], (0, -s % 8))
+
+
 def _strides_of(proj: Tensor) -> tuple[int, int]:
     return (proj.stride(0) if proj.dim() == 3 else 0), proj.stride(-2)
 
@@ -184,22 +202,23 @@ def _compress(x: Tensor, proj: Tensor, hidden: Tensor | None, heads: int) -> Ten
     slots_of = x.new_empty(b, heads, slots, d)
     if not slots_of.numel():
         return slots_of
-    x, proj, hidden = dense(x), whole(proj), whole(hidden)
+    x, proj, hidden = dense(x), _readable(proj, s), whole(hidden)
     options = _options(x, proj.dtype, d, hidden, proj.dim() == 3, slots)
     tiles = _tiles("linformer.compress", options)
     g, columns = _heads_of(x, proj, heads), _columns(x, proj, heads, tiles["BLOCK_C"])
     slot_tiles = -(-slots // tiles["BLOCK_K"])
-    splits = _tuning.linformer_splits(b * columns * slot_tiles, x.device)
-    share = x.new_empty(splits * slots_of.numel(), dtype=torch.float32)
+    splits = _tuning.linformer_splits(b * columns * slot_tiles, s, x.device, 2)
+    one = splits == 1
+    share = slots_of if one else x.new_empty(splits * slots_of.numel(), dtype=torch.float32)
     launch(
         "linformer.compress",
-        (b * columns, slot_tiles, splits),
-        (x, proj, hidden, share, *x.stride()[:3], *_strides_of(proj), heads, g, s, slots, splits,
-         b, columns),
-        options,
+        (b * columns, splits, slot_tiles),
+        (x, proj, hidden, share, *x.stride()[:3], *_strides_of(proj), heads, g, s, slots, b,
+         columns),
+        options._replace(whole=one),
         _constants,
     )  # fmt: skip
-    return _add(share, slots_of, splits)
+    return share if one else _add(share, slots_of, splits)
 
 
 def _compress_backward(
@@ -209,7 +228,7 @@ def _compress_backward(
     dx, dproj = _compress_gradients(x, proj, of_x, of_proj)
     if 0 in (b, h_kv, s):
         return dx.zero_(), dproj.zero_()
-    x, proj, hidden, dslots = dense(x), whole(proj), whole(hidden), whole(dslots)
+    x, hidden, dslots = dense(x), whole(hidden), whole(dslots)
     own = proj.dim() == 3
     options = _options(x, proj.dtype, d, hidden, own, slots)
     g = _heads_of(x, proj, heads)
@@ -217,10 +236,11 @@ def _compress_backward(
         kernel = "linformer_backward.grad_tokens"
         tiles = _tiles(kernel, options)
         columns = _columns(x, proj, h_kv, tiles["BLOCK_C"])
+        read = _readable(proj, s)
         launch(
             kernel,
             (b * columns * -(-s // tiles["BLOCK_N"]), 1, 1),
-            (dslots, proj, hidden, dx, *_strides_of(proj), h_kv, g, s, slots, columns),
+            (dslots, read, hidden, dx, *_strides_of(read), h_kv, g, s, slots, columns),
             options,
             _constants,
         )
@@ -260,10 +280,9 @@ def _attend(
     (b, h, n, _), (_, heads, slots, _) = q.shape, keys.shape
     q, keys, values, off = dense(q), whole(keys), whole(values), whole(off)
     options = _options(q, q.dtype, values.shape[3], off, False, slots)
-    tile = _tiles("linformer.attend", options)["BLOCK_Q"]
     launch(
         "linformer.attend",
-        (b * h * -(-n // tile), 1, 1),
+        (b * h, _tuning.linear_attention_splits(b * h, q.device), 1),
         (q, keys, values, off, out, lse, *q.stride()[:3], h, h // heads, n, slots, scale * LOG2E),
         options,
         _constants,
@@ -291,27 +310,29 @@ def _attend_backward(
     options = _options(q, q.dtype, e, off, False, slots, dout)
     kernel = "linformer_backward.grad_slots"
     tiles = _tiles(kernel, options)
-    slot_tiles = -(-slots // tiles["BLOCK_K"])
-    splits = _tuning.linformer_splits(b * h * slot_tiles, q.device)
-    one = slot_tiles == 1
-    parts_q = dq if one else q.new_empty(slot_tiles * dq.numel(), dtype=torch.float32)
-    parts = [q.new_empty(splits * b * h * slots * width, dtype=torch.float32) for width in (d, e)]
+    programs = -(-slots // tiles["BLOCK_K"])
+    splits = _tuning.linformer_splits(b * h * programs, n, q.device, 1)
+    whole_q, whole_kv = programs == 1, splits == 1 and h == heads
+    parts_q = dq if whole_q else q.new_empty(programs * dq.numel(), dtype=torch.float32)
+    parts = [dkeys, dvalues] if whole_kv else [
+        q.new_empty(splits * b * h * slots * width, dtype=torch.float32) for width in (d, e)
+    ]  # fmt: skip
     launch(
         kernel,
-        (b * h, splits, slot_tiles),
+        (b * h, splits, programs),
         (q, keys, values, off, out, dout, lse, *parts, parts_q, *q.stride()[:3],
-         *dout.stride()[:3], h, h // heads, n, slots, splits, b, scale * LOG2E, scale),
-        options._replace(of=parts_q.dtype),
+         *dout.stride()[:3], h, h // heads, n, slots, b, scale * LOG2E, scale),
+        options._replace(of=parts_q.dtype, whole=whole_kv),
         _constants,
     )  # fmt: skip
-    if not one:
-        _add(parts_q, dq, slot_tiles)
+    if not whole_q:
+        _add(parts_q, dq, programs)
     for share, total in zip(parts, (dkeys, dvalues), strict=True):
-        if h == heads:
-            _add(share, total, splits)
-        else:
+        if h != heads:
             of_heads = q.new_empty(b, heads, h // heads, slots, total.shape[3], dtype=torch.float32)
             total.copy_(_add(share, of_heads, splits).sum(2))
+        elif not whole_kv:
+            _add(share, total, splits)
     return dq, dkeys, dvalues
 
 
