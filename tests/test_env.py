@@ -9,6 +9,8 @@ import torch
 import fastattn
 from fastattn import env
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def test_json_has_versions_devices_and_backends(capsys):
     assert env.main(["--json"]) == 0
@@ -19,6 +21,7 @@ def test_json_has_versions_devices_and_backends(capsys):
     backends = found["backends, the first runs"]
     first = "triton" if torch.cuda.is_available() else "torch"
     assert backends["linear_attention"].startswith(first)
+    assert ("native" in backends["fft_conv"]) == (found["native part"][f"on {DEVICE}"] == "runs")
 
 
 def test_text_is_one_line_an_entry_and_names_the_variables():

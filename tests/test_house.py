@@ -65,7 +65,9 @@ def test_the_public_names():
         "MECHANISMS",
         "LinearAttention",
         "LinformerAttention",
+        "LongConv",
         "PerformerAttention",
+        "ToeplitzMix",
         "__version__",
         "convert",
         "ops",
@@ -73,6 +75,7 @@ def test_the_public_names():
     }
     assert set(fastattn.ops.__all__) == {
         "BlockLayout",
+        "ConvState",
         "LinearState",
         "block_sparse_attention",
         "block_sparse_attention_reference",
@@ -81,6 +84,10 @@ def test_the_public_names():
         "favor_attention_reference",
         "favor_attention_scan",
         "favor_error",
+        "fft_conv",
+        "fft_conv_prefill",
+        "fft_conv_reference",
+        "fft_conv_step",
         "linear_attention",
         "linear_attention_reference",
         "linear_attention_scan",

@@ -100,7 +100,7 @@ def test_bad_options_say_what_is_wrong():
     with pytest.raises(ValueError, match="options of softmax are none, got 'window'"):
         make("softmax:window=3")
     for mixer in ("flash", "", "linear flash"):
-        with pytest.raises(ValueError, match="mixer must be one of softmax, linear"):
+        with pytest.raises(ValueError, match=r"mixer must be one of softmax, .*linear"):
             make(mixer)
     with pytest.raises(ValueError, match="depth 2 must be a multiple of the mixers"):
         make("linear bigbird linear")

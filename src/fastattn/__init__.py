@@ -11,7 +11,9 @@ from fastattn.nn import (
     BigBirdAttention,
     LinearAttention,
     LinformerAttention,
+    LongConv,
     PerformerAttention,
+    ToeplitzMix,
 )
 
 __version__ = "0.1.0"
@@ -21,7 +23,9 @@ __all__ = [
     "BigBirdAttention",
     "LinearAttention",
     "LinformerAttention",
+    "LongConv",
     "PerformerAttention",
+    "ToeplitzMix",
     "__version__",
     "convert",
     "ops",

@@ -13,18 +13,21 @@ from typing import Any
 import torch
 
 import fastattn
+from fastattn import _native
 from fastattn.ops.block_sparse import BACKENDS as BLOCK_SPARSE
 from fastattn.ops.favor import BACKENDS as FAVOR
+from fastattn.ops.fft_conv import BACKENDS as FFT_CONV
 from fastattn.ops.linear_attention import BACKENDS as LINEAR
 from fastattn.ops.linformer import BACKENDS as LINFORMER
 
-BACKENDS = LINEAR | FAVOR
+BACKENDS = LINEAR | FAVOR | FFT_CONV
 BACKENDS |= {"block_sparse_attention": BLOCK_SPARSE, "linformer_attention": LINFORMER}
 
 
 def report() -> dict[str, Any]:
     """Versions, devices and, for every op, the backends it has here; plain data, for JSON."""
-    gpu = torch.cuda.is_available()  # without one, Triton is interpreted, and must be named
+    gpu = torch.cuda.is_available()
+    native = _native.refusal("cuda" if gpu else "cpu") is None
     return {
         "fastattn": fastattn.__version__,
         "python": platform.python_version(),
@@ -34,16 +37,27 @@ def report() -> dict[str, Any]:
         "triton": _version("triton"),
         "lightning (extra lra)": _version("lightning"),
         "gpus": _gpus(),
+        "native part": {
+            **{f"on {x}": _native.refusal(x) or "runs" for x in ("cpu", "cuda")},
+            **{f"built: {name}": str(x) for name, x in _native.built().items() if x != ""},
+        },
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(("FASTATTN_", "TRITON_")) or name == "CUDA_VISIBLE_DEVICES"
         },
         "backends, the first runs": {
-            op: ", ".join(sorted(names, key=lambda name: name == "triton" and not gpu))
+            op: ", ".join(
+                sorted((x for x in names if x != "native" or native), key=lambda x: _last(x, gpu))
+            )
             for op, names in BACKENDS.items()
         },
     }
+
+
+def _last(backend: str, gpu: bool) -> bool:
+    """Without a GPU Triton is interpreted, and must be named."""
+    return backend == "triton" and not gpu
 
 
 def _version(name: str) -> str:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from fastattn.nn import MECHANISMS
 
-MIXERS = ("softmax", *MECHANISMS)
+# names that are no mechanism, and their options
+OTHERS: dict[str, tuple[str, ...]] = {
+    "softmax": (),
+    "long_conv": ("taps", "squash"),
+    "gmlp": ("seq_len", "independent"),
+}
+MIXERS = (*OTHERS, *MECHANISMS)
 POSITIONS = ("rotary", "sinusoidal", "learned")
 
 
@@ -57,7 +63,7 @@ class Encoder(nn.Module):
             as "bigbird linear". A name may have options of its mechanism behind it:
             "bigbird:block_size=32,num_random_blocks=4".
         positions: "rotary" (softmax only), "sinusoidal" or "learned".
-        max_length: Longest sequence that learned positions, and Linformer, can take.
+        max_length: Longest sequence that learned positions, Linformer and gMLP can take.
         width, depth, heads, ff: Sizes; ff is the hidden width of the feed-forward part.
         dropout: After the embedding, each mixer and each feed-forward part.
 
@@ -162,8 +168,7 @@ def mixers_of(mixer: str) -> list[tuple[str, dict[str, Any]]]:
         name, _, rest = word.partition(":")
         if name not in MIXERS:
             break
-        kind = MECHANISMS.get(name)
-        known = kind.option_names() if kind is not None else ()
+        known = OTHERS[name] if name in OTHERS else MECHANISMS[name].option_names()
         options = {}
         for pair in filter(None, rest.split(",")):
             option, _, value = pair.partition("=")
@@ -203,6 +208,12 @@ def _mixer(
         from fastattn.lra.mixers.softmax import SoftmaxAttention
 
         return SoftmaxAttention(width, heads, rotary=positions == "rotary")
+    if name in OTHERS:
+        from fastattn.lra.mixers.long_conv import GMLPMixer, LongConvMixer
+
+        if name == "gmlp":
+            return GMLPMixer(width, **{"seq_len": max_length} | options)
+        return LongConvMixer(width, **{"taps": max_length} | options)
     kind = MECHANISMS[name]
     # what is drawn at random differs by layer
     ours = {"seed": layer, "seq_len": max_length}

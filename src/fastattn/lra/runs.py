@@ -276,12 +276,11 @@ def _check_lengths(splits: dict[str, Split], recipe: Recipe, mixer: str) -> None
         )
     for name, options in mixers_of(mixer):
         most = options.get("seq_len", recipe.max_length)
-        if name != "linformer" or not isinstance(most, int) or options.get("interpolate"):
-            continue
-        if longest > most:
+        limited = name in ("linformer", "gmlp") and not options.get("interpolate")
+        if limited and isinstance(most, int) and longest > most:
             raise ValueError(
-                f"linformer is made for {most} tokens, but the data has a sample of {longest}: "
-                f"take linformer:seq_len={longest}"
+                f"{name} is made for {most} tokens, but the data has a sample of {longest}: "
+                f"take {name}:seq_len={longest}"
             )
 
 

@@ -3,6 +3,7 @@
 from fastattn.nn.bigbird import BigBirdAttention
 from fastattn.nn.linear import LinearAttention
 from fastattn.nn.linformer import LinformerAttention
+from fastattn.nn.long_conv import LongConv, ToeplitzMix
 from fastattn.nn.multihead import MultiHead
 from fastattn.nn.performer import PerformerAttention, redraw_projections
 
@@ -18,7 +19,9 @@ __all__ = [
     "BigBirdAttention",
     "LinearAttention",
     "LinformerAttention",
+    "LongConv",
     "MultiHead",
     "PerformerAttention",
+    "ToeplitzMix",
     "redraw_projections",
 ]

@@ -11,6 +11,13 @@ from fastattn.ops.favor import (
     favor_attention_scan,
 )
 from fastattn.ops.favor_directions import draw_projection, favor_error, oprf_constant
+from fastattn.ops.fft_conv import (
+    ConvState,
+    fft_conv,
+    fft_conv_prefill,
+    fft_conv_reference,
+    fft_conv_step,
+)
 from fastattn.ops.linear_attention import (
     LinearState,
     linear_attention,
@@ -22,6 +29,7 @@ from fastattn.ops.linformer import linformer_attention, linformer_attention_refe
 
 __all__ = [
     "BlockLayout",
+    "ConvState",
     "LinearState",
     "block_sparse_attention",
     "block_sparse_attention_reference",
@@ -30,6 +38,10 @@ __all__ = [
     "favor_attention_reference",
     "favor_attention_scan",
     "favor_error",
+    "fft_conv",
+    "fft_conv_prefill",
+    "fft_conv_reference",
+    "fft_conv_step",
     "linear_attention",
     "linear_attention_reference",
     "linear_attention_scan",

@@ -1,0 +1,115 @@
+// The native part for Python: raw pointers and sizes go in, an error comes out as an exception.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "fastattn/fft_conv.h"
+
+namespace py = pybind11;
+
+using Tensor = std::optional<std::tuple<uintptr_t, int64_t, int64_t, int64_t>>;
+
+static fa_tensor tensor(const Tensor &x) {
+  if (!x) return {nullptr, 0, 0, 0};
+  auto [data, b, c, n] = *x;
+  return {reinterpret_cast<void *>(data), b, c, n};
+}
+
+template <class T>
+static T *pointer(uintptr_t address) {
+  return reinterpret_cast<T *>(address);
+}
+
+// Calls f() without the interpreter's lock.
+template <class F>
+static void check(F f) {
+  fa_status status;
+  {
+    py::gil_scoped_release released;
+    status = f();
+  }
+  if (status == FA_OUT_OF_MEMORY) throw std::bad_alloc();
+  if (status != FA_OK)
+    throw std::runtime_error(std::string("convolution: ") + fa_status_string(status));
+}
+
+static bool has_instructions() {
+#if defined(__GNUC__) && defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return true;
+#endif
+}
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "fastattn's native part; see csrc/include/fastattn.";
+  m.def("cpu_refusal", [] {
+    return has_instructions() ? std::string() : std::string("the processor has no AVX2");
+  });
+  m.def("cuda_refusal", [] {
+    fa_status status = fa_cuda_available();
+    return status == FA_OK ? std::string() : std::string(fa_status_string(status));
+  });
+
+  py::class_<fa_conv_shape>(m, "ConvShape")
+      .def(py::init([](int64_t batch, int64_t channels, int64_t group, int64_t n, int64_t out,
+                       int64_t first, int64_t count, bool mirrored, int type) {
+             return fa_conv_shape{batch, channels, group,    n, out, first,
+                                  count, mirrored, (fa_type)type, 0, 1};
+           }),
+           py::arg("batch"), py::arg("channels"), py::arg("group"), py::arg("n"), py::arg("out"),
+           py::arg("first"), py::arg("count"), py::arg("mirrored"), py::arg("type"))
+      .def_readwrite("length", &fa_conv_shape::length)
+      .def_readwrite("slices", &fa_conv_shape::slices);
+  m.def("conv_length", [](const fa_conv_shape &shape) { return fa_conv_length(&shape); });
+  m.def("conv_table_size", &fa_conv_table_size);
+  m.def("conv_table", [](int64_t length, uintptr_t table) {
+    check([&] { return fa_conv_table(length, pointer<float>(table)); });
+  });
+  m.def("conv_workspace", [](const fa_conv_shape &shape, bool backward, int device) {
+    return fa_conv_workspace(&shape, backward, device);
+  });
+
+  m.def("conv_cuda", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor y,
+                        uintptr_t taps, uintptr_t skip, uintptr_t table, uintptr_t workspace,
+                        int device, uintptr_t stream) {
+    check([&] {
+      return fa_conv_cuda(&shape, tensor(u), tensor(pre), tensor(post), tensor(y),
+                          pointer<float>(taps), pointer<float>(skip), pointer<float>(table),
+                          pointer<float>(workspace), device, pointer<void>(stream));
+    });
+  });
+  m.def("conv_backward_cuda",
+        [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor dy, Tensor du,
+           Tensor dpre, Tensor dpost, uintptr_t taps, uintptr_t skip, uintptr_t dtaps,
+           uintptr_t dskip, uintptr_t table, uintptr_t workspace, int device, uintptr_t stream) {
+          check([&] {
+            return fa_conv_backward_cuda(
+                &shape, tensor(u), tensor(pre), tensor(post), tensor(dy), tensor(du), tensor(dpre),
+                tensor(dpost), pointer<float>(taps), pointer<float>(skip), pointer<float>(dtaps),
+                pointer<float>(dskip), pointer<float>(table), pointer<float>(workspace), device,
+                pointer<void>(stream));
+          });
+        });
+  m.def("conv_cpu", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor y,
+                       uintptr_t taps, uintptr_t skip, int threads) {
+    check([&] {
+      return fa_conv_cpu(&shape, tensor(u), tensor(pre), tensor(post), tensor(y),
+                         pointer<float>(taps), pointer<float>(skip), threads);
+    });
+  });
+  m.def("conv_backward_cpu",
+        [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor dy, Tensor du,
+           Tensor dpre, Tensor dpost, uintptr_t taps, uintptr_t skip, uintptr_t dtaps,
+           uintptr_t dskip, int threads) {
+          check([&] {
+            return fa_conv_backward_cpu(&shape, tensor(u), tensor(pre), tensor(post), tensor(dy),
+                                        tensor(du), tensor(dpre), tensor(dpost),
+                                        pointer<float>(taps), pointer<float>(skip),
+                                        pointer<float>(dtaps), pointer<float>(dskip), threads);
+          });
+        });
+}

@@ -1,0 +1,134 @@
+// Which length of transform a convolution takes, its table, and the calls that launch it.
+#include "conv_launch.cuh"
+
+using namespace fastattn;
+
+static const int64_t LENGTHS[] = {256, 512, 1024, 2048, 4096, 8192, 16384};
+
+// f(Length<N>()) for the N that `length` is; otherwise `none`.
+template <class R, class F>
+static R by_length(int64_t length, R none, F f) {
+  switch (length) {
+    case 256: return f(Length<256>());
+    case 512: return f(Length<512>());
+    case 1024: return f(Length<1024>());
+    case 2048: return f(Length<2048>());
+    case 4096: return f(Length<4096>());
+    case 8192: return f(Length<8192>());
+    case 16384: return f(Length<16384>());
+    default: return none;
+  }
+}
+
+// Whether outputs, indices modulo 2 * length, are those of the convolution.
+static bool does(const fa_conv_shape &s, int64_t length) {
+  int64_t low = s.mirrored ? -(s.first + s.count - 1) : s.first;
+  int64_t high = low + s.count - 1;
+  return s.n <= length && s.out <= length && high < length && low > -length;
+}
+
+static bool valid(const fa_conv_shape *s) {
+  return s->batch > 0 && s->channels > 0 && s->group > 0 && s->channels % s->group == 0 &&
+         s->n > 0 && s->out > 0 && s->count > 0 && s->slices > 0 && s->slices <= s->batch &&
+         s->type >= FA_FLOAT32 && s->type <= FA_FLOAT16 && does(*s, s->length);
+}
+
+static int processors_of(int device) {
+  int count = 0;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess
+             ? count
+             : 1;
+}
+
+// Makes a device the current one, for as long as it lives.
+struct OnDevice {
+  int before = -1, device;
+  cudaError_t error;
+  explicit OnDevice(int device) : device(device) {
+    error = cudaGetDevice(&before);
+    if (error == cudaSuccess && before != device) error = cudaSetDevice(device);
+  }
+  ~OnDevice() {
+    if (before >= 0 && before != device) cudaSetDevice(before);
+  }
+};
+
+extern "C" {
+
+const char *fa_status_string(fa_status status) {
+  switch (status) {
+    case FA_OK: return "no error";
+    case FA_BAD_ARGUMENT: return "an argument of a convolution is out of its range";
+    case FA_NO_CUDA: return "built without CUDA";
+    case FA_OUT_OF_MEMORY: return "not enough memory";
+    default: return cudaGetErrorString((cudaError_t)status);
+  }
+}
+
+fa_status fa_cuda_available(void) {
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) cudaGetLastError();  // not to be reported by who asks next
+  return error == cudaSuccess && count == 0 ? cudaErrorNoDevice : error;
+}
+
+int64_t fa_conv_length(const fa_conv_shape *shape) {
+  for (int64_t length : LENGTHS)
+    if (does(*shape, length)) return length;
+  return 0;
+}
+
+int64_t fa_conv_table_size(int64_t length) {
+  return by_length(length, (int64_t)0, [](auto of) {
+    return (int64_t)4 * Table<typename decltype(of)::P>::COUNT;
+  });
+}
+
+fa_status fa_conv_table(int64_t length, float *table) {
+  return by_length(length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
+    fill_table<typename decltype(of)::P>(table);
+    return (fa_status)FA_OK;
+  });
+}
+
+int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int device) {
+  if (!valid(shape)) return 0;
+  return by_length(shape->length, (int64_t)0, [&](auto of) {
+    return decltype(of)::workspace(*shape, backward, processors_of(device));
+  });
+}
+
+fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
+                       fa_tensor y, const float *taps, const float *skip, const float *table,
+                       float *workspace, int device, void *stream) {
+  if (!valid(shape) || !u.data || !y.data || !taps || !table) return FA_BAD_ARGUMENT;
+  OnDevice on(device);
+  if (on.error != cudaSuccess) return on.error;
+  Convolution a = {*shape, u, pre, post, y, taps, skip,
+                   reinterpret_cast<const float4 *>(table), reinterpret_cast<float2 *>(workspace)};
+  bool unit = true;
+  for (const fa_tensor &x : {u, pre, post, y}) unit = unit && (!x.data || x.n == 1);
+  return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
+    return (fa_status)decltype(of)::convolve(a, unit, processors_of(device), (cudaStream_t)stream);
+  });
+}
+
+fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
+                                fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
+                                fa_tensor dpost, const float *taps, const float *skip,
+                                float *dtaps, float *dskip, const float *table, float *workspace,
+                                int device, void *stream) {
+  if (!valid(shape) || !u.data || !dy.data || !taps || !table) return FA_BAD_ARGUMENT;
+  OnDevice on(device);
+  if (on.error != cudaSuccess) return on.error;
+  Gradient a = {*shape, u, pre, post, dy, du, dpre, dpost, taps, skip, dtaps, dskip,
+                reinterpret_cast<const float4 *>(table), reinterpret_cast<float2 *>(workspace)};
+  bool unit = true;
+  for (const fa_tensor &x : {u, pre, post, dy, du, dpre, dpost})
+    unit = unit && (!x.data || x.n == 1);
+  return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
+    return (fa_status)decltype(of)::gradients(a, unit, processors_of(device), (cudaStream_t)stream);
+  });
+}
+
+}  // extern "C"

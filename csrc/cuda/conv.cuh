@@ -1,0 +1,247 @@
+// Convolution of rows that one block transforms: a group of threads has a channel, makes the
+// spectrum of its taps, and walks the samples of its slice.
+//
+// A row of at most N inputs is a polynomial modulo x^N = i; so are the taps, whose negative lags are
+// -i times those of N higher. Real parts of the product are the convolution modulo x^2N = -1, which
+// no output that is asked for wraps around.
+#pragma once
+
+#include "fastattn/fft_conv.h"
+#include "row.cuh"
+
+namespace fastattn {
+
+// One channel at one sample, of any stride, or where UNIT of 1.
+template <class T, bool UNIT>
+struct Line {
+  T *at;
+  int64_t n;
+  DEVICE Line(const fa_tensor &x, int64_t b, int64_t c)
+      : at(x.data ? static_cast<T *>(x.data) + b * x.b + c * x.c : nullptr), n(x.n) {}
+  DEVICE bool there() const { return at != nullptr; }
+  DEVICE float operator[](int i) const { return to_float(UNIT ? at[i] : at[i * n]); }
+  DEVICE void put(int i, float x) const { (UNIT ? at[i] : at[i * n]) = from_float<T>(x); }
+};
+
+struct Convolution {
+  fa_conv_shape shape;
+  fa_tensor u, pre, post, y;
+  const float *taps, *skip;
+  const float4 *table;
+  float2 *workspace;  // where spectra do not fit into shared memory
+};
+
+DEVICE Complex times(Complex a, Complex b) {
+  return {multiply_add(-a.im, b.im, a.re * b.re), multiply_add(a.re, b.im, a.im * b.re)};
+}
+
+// conj(a) b.
+DEVICE Complex conjugate_times(Complex a, Complex b) {
+  return {multiply_add(a.im, b.im, a.re * b.re), multiply_add(-a.im, b.re, a.re * b.im)};
+}
+
+// A tap by its lag, zero where there is none.
+struct Taps {
+  const float *at;
+  int first, count;
+  DEVICE float operator[](int lag) const {
+    int t = lag - first;
+    return t >= 0 && t < count ? at[t] : 0.f;
+  }
+};
+
+DEVICE Taps taps_of(const fa_conv_shape &s, const float *taps, int64_t channel) {
+  return {taps + channel / s.group * s.count, (int)s.first, (int)s.count};
+}
+
+// What a channel's spectrum is over N, as numbers e of thread t; conjugated where mirrored, since
+// then x^-lag takes the place of x^lag.
+template <class P, class Sync>
+DEVICE void spectrum_of(Complex *x, const fa_conv_shape &s, Taps taps, float2 *memory,
+                        const float4 *table, int t, Sync sync) {
+  using W = Row<P>;
+UNROLL
+  for (int e = 0; e < P::E; e++) {
+    int i = W::index(t, e);
+    x[e] = {taps[i] / P::N, -taps[i - P::N] / P::N};
+  }
+  W::template forward<false>(x, memory, table, t, sync);
+  if (s.mirrored) {
+UNROLL
+    for (int e = 0; e < P::E; e++) x[e].im = -x[e].im;
+  }
+}
+
+// The transform of a row's n inputs, gated.
+template <class P, class L, class Sync>
+DEVICE void load_row(Complex *x, L u, L gate, int n, float2 *memory, const float4 *table, int t,
+                     Sync sync) {
+  using W = Row<P>;
+  auto input = [&](int i) { return gate.there() ? gate[i] * u[i] : u[i]; };
+  if (n == P::N) {
+UNROLL
+    for (int e = 0; e < P::E; e++) x[e] = {input(W::index(t, e)), 0.f};
+  } else {
+UNROLL
+    for (int e = 0; e < P::E; e++) {
+      int i = W::index(t, e);
+      x[e] = {i < n ? input(i) : 0.f, 0.f};
+    }
+  }
+  W::template forward<true>(x, memory, table, t, sync);
+}
+
+// Calls f(i, value) for every element i of the row whose transform x is, i < out.
+template <class P, class Sync, class F>
+DEVICE void for_each_output(Complex *x, int out, float2 *memory, const float4 *table, int t,
+                            Sync sync, F f) {
+  using W = Row<P>;
+  W::inverse(x, memory, table, t, sync);
+UNROLL
+  for (int e = 0; e < P::E; e++) {
+    int i = W::index(t, e);
+    Complex w = W::twist(table, t, e);
+    if (i < out) f(i, multiply_add(-x[e].im, w.im, x[e].re * w.re));
+  }
+}
+
+DEVICE Complex number(const float2 *of, int at) { return {of[at].x, of[at].y}; }
+
+// One group of threads. `memory` has Row<P>::MEMORY float2, `spectrum` N.
+template <class P, class T, bool UNIT, class Sync>
+DEVICE void convolve(const Convolution &a, int64_t channel, int64_t slice, int t, float2 *memory,
+                     float2 *spectrum, Sync sync) {
+  using L = Line<T, UNIT>;
+  const fa_conv_shape &s = a.shape;
+  const bool active = channel < s.channels;  // others keep the barriers company
+  if (!active) channel = s.channels - 1;
+  const int n = s.n, out = active ? s.out : 0;
+  Complex x[P::E];
+  spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
+UNROLL
+  for (int e = 0; e < P::E; e++) spectrum[e * P::T + t] = make_float2(x[e].re, x[e].im);
+  sync();
+
+  const int64_t low = s.batch * slice / s.slices, high = s.batch * (slice + 1) / s.slices;
+  for (int64_t b = low; b < high; b++) {
+    L u(a.u, b, channel), pre(a.pre, b, channel), post(a.post, b, channel), y(a.y, b, channel);
+    load_row<P>(x, u, pre, n, memory, a.table, t, sync);
+UNROLL
+    for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
+    for_each_output<P>(x, out, memory, a.table, t, sync, [&](int i, float value) {
+      if (a.skip && i < n) value = multiply_add(a.skip[channel], pre.there() ? pre[i] * u[i] : u[i], value);
+      y.put(i, post.there() ? post[i] * value : value);
+    });
+  }
+}
+
+struct Gradient {
+  fa_conv_shape shape;
+  fa_tensor u, pre, post, dy, du, dpre, dpost;
+  const float *taps, *skip;
+  float *dtaps, *dskip;
+  const float4 *table;
+  float2 *workspace;  // where spectra do not fit into shared memory
+};
+
+// One group of threads. `memory` as above; `spectrum`, `input` and `sum` have N float2 each; `add`
+// sums a number over the group. Between two transforms is a barrier, unless the second is the
+// inverse of what the first left, or begins where an inverse has ended.
+template <class P, class T, bool UNIT, class Sync, class Add>
+DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, float2 *memory,
+                      float2 *spectrum, float2 *input, float2 *sum, Sync sync, Add add) {
+  using W = Row<P>;
+  using L = Line<T, UNIT>;
+  const fa_conv_shape &s = a.shape;
+  const bool active = channel < s.channels;
+  if (!active) channel = s.channels - 1;
+  const int n = s.n, out = s.out, written = active ? n : 0, written_out = active ? out : 0;
+  const bool of_input = a.du.data || a.dpre.data;
+  Complex x[P::E];
+  spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
+UNROLL
+  for (int e = 0; e < P::E; e++) {
+    spectrum[e * P::T + t] = make_float2(x[e].re, x[e].im);
+    sum[e * P::T + t] = make_float2(0.f, 0.f);
+  }
+  sync();
+
+  const float skip = a.skip ? a.skip[channel] : 0.f;
+  float dskip = 0.f;
+  const int64_t low = s.batch * slice / s.slices, high = s.batch * (slice + 1) / s.slices;
+  for (int64_t b = low; b < high; b++) {
+    L u(a.u, b, channel), pre(a.pre, b, channel), post(a.post, b, channel), dy(a.dy, b, channel);
+    L du(a.du, b, channel), dpre(a.dpre, b, channel), dpost(a.dpost, b, channel);
+    auto gated = [&](int i) { return pre.there() ? pre[i] * u[i] : u[i]; };
+    auto upstream = [&](int i) { return post.there() ? post[i] * dy[i] : dy[i]; };
+
+    if (a.dtaps || dpost.there()) {
+      load_row<P>(x, u, pre, n, memory, a.table, t, sync);
+UNROLL
+      for (int e = 0; e < P::E; e++) input[e * P::T + t] = make_float2(x[e].re, x[e].im);
+      if (dpost.there()) {
+UNROLL
+        for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
+        for_each_output<P>(x, written_out, memory, a.table, t, sync,
+                                     [&](int i, float value) {
+                                       if (i < n) value = multiply_add(skip, gated(i), value);
+                                       dpost.put(i, dy[i] * value);
+                                     });
+      } else {
+        sync();
+      }
+    }
+    if (a.dtaps || of_input) load_row<P>(x, dy, post, out, memory, a.table, t, sync);
+    if (a.dtaps) {
+UNROLL
+      for (int e = 0; e < P::E; e++) {
+        Complex product = conjugate_times(number(input, e * P::T + t), x[e]);
+        float2 &total = sum[e * P::T + t];
+        total = make_float2(total.x + product.re, total.y + product.im);
+      }
+    }
+    if (of_input) {
+UNROLL
+      for (int e = 0; e < P::E; e++)
+        x[e] = conjugate_times(number(spectrum, e * P::T + t), x[e]);
+      for_each_output<P>(x, written, memory, a.table, t, sync, [&](int i, float value) {
+        if (i < out) value = multiply_add(skip, upstream(i), value);
+        if (dpre.there()) dpre.put(i, u[i] * value);
+        if (du.there()) du.put(i, pre.there() ? pre[i] * value : value);
+      });
+    } else {
+      sync();
+    }
+    if (a.dskip) {
+UNROLL
+      for (int e = 0; e < P::E; e++)
+        if (int i = W::index(t, e); i < n && i < out) dskip = multiply_add(gated(i), upstream(i), dskip);
+    }
+  }
+
+  const int64_t row = slice * s.channels + channel;
+  if (a.dtaps) {
+    sync();
+UNROLL
+    for (int e = 0; e < P::E; e++) {
+      Complex total = number(sum, e * P::T + t);
+      x[e] = {total.re / P::N, s.mirrored ? -total.im / P::N : total.im / P::N};
+    }
+    W::inverse(x, memory, a.table, t, sync);
+    float *to = a.dtaps + row * s.count;
+    const int first = s.first, count = active ? s.count : 0;
+UNROLL
+    for (int e = 0; e < P::E; e++) {
+      Complex w = times(x[e], W::twist(a.table, t, e));
+      int ahead = W::index(t, e) - first, behind = ahead - P::N;
+      if (ahead >= 0 && ahead < count) to[ahead] = w.re;
+      if (behind >= 0 && behind < count) to[behind] = -w.im;
+    }
+  }
+  if (a.dskip) {
+    dskip = add(dskip);
+    if (t == 0 && active) a.dskip[row] = dskip;
+  }
+}
+
+}  // namespace fastattn

@@ -1,0 +1,132 @@
+// The kernels of conv.cuh for one length of transform, and how they are launched.
+#pragma once
+
+#include "conv.cuh"
+#include "plans.h"
+
+namespace fastattn {
+
+constexpr int SHARED = 227 * 1024;  // bytes a block may have on Hopper; less is asked for elsewhere
+
+// What a block has: groups of threads for four warps, or one group. Of the N numbers each of the
+// spectrum of the taps, of the inputs and of the sum over samples, what does not fit into shared
+// memory beside the row is in a workspace, one for every block that runs.
+template <class P, bool BACKWARD>
+struct Block {
+  static constexpr int GROUPS = P::T < 64 ? 128 / P::T : 1, THREADS = GROUPS * P::T;
+  static constexpr int ROW = Row<P>::MEMORY, ALL = BACKWARD ? 3 : 1;
+  static constexpr int fitting() {
+    int count = ALL;
+    while (GROUPS * (ROW + count * P::N) * 8 > SHARED) count--;
+    return count;
+  }
+  static constexpr int SHARES = fitting(), ELSEWHERE = ALL - SHARES;
+  static constexpr int EACH = ROW + SHARES * P::N;  // float2 of a group
+  static constexpr int BYTES = GROUPS * EACH * 8;
+  static constexpr int AT_ONCE = THREADS >= 512 ? 1 : 512 / THREADS;  // 128 registers a thread
+
+  // Number `which` of the arrays of N, of the group whose shared memory this is.
+  static DEVICE float2 *array(float2 *memory, float2 *workspace, int group, int which) {
+    if (which < SHARES) return memory + ROW + which * P::N;
+    int64_t of = (int64_t)blockIdx.x * GROUPS + group;
+    return workspace + (of * ELSEWHERE + which - SHARES) * P::N;
+  }
+};
+
+// The barrier of a group of threads.
+template <class P>
+struct Sync {
+  DEVICE void operator()() const {
+    if (P::T <= 32)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+};
+
+// A sum over a group of threads, for its first, by way of its shared memory.
+template <class P>
+struct Add {
+  float2 *memory;
+  int t;
+  DEVICE float operator()(float x) const {
+    Sync<P> sync;
+    sync();
+    memory[t].x = x;
+    sync();
+    float sum = 0.f;
+    if (t == 0)
+      for (int i = 0; i < P::T; i++) sum += memory[i].x;
+    sync();
+    return sum;
+  }
+};
+
+template <class P, class T, bool UNIT>
+__global__ void __launch_bounds__(Block<P, false>::THREADS, Block<P, false>::AT_ONCE)
+    convolve_kernel(const __grid_constant__ Convolution a) {
+  extern __shared__ float2 shared[];
+  using B = Block<P, false>;
+  const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
+  float2 *memory = shared + group * B::EACH;
+  float2 *spectrum = B::array(memory, a.workspace, group, 0);
+  const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
+  for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
+    convolve<P, T, UNIT>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, spectrum,
+                         Sync<P>());
+    Sync<P>()();
+  }
+}
+
+template <class P, class T, bool UNIT>
+__global__ void __launch_bounds__(Block<P, true>::THREADS, Block<P, true>::AT_ONCE)
+    gradient_kernel(const __grid_constant__ Gradient a) {
+  extern __shared__ float2 shared[];
+  using B = Block<P, true>;
+  const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
+  float2 *memory = shared + group * B::EACH;
+  float2 *spectrum = B::array(memory, a.workspace, group, 0);
+  float2 *sum = B::array(memory, a.workspace, group, 1);
+  float2 *input = B::array(memory, a.workspace, group, 2);
+  const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
+  for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
+    gradients<P, T, UNIT>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, spectrum,
+                          input, sum, Sync<P>(), Add<P>{memory, t});
+    Sync<P>()();
+  }
+}
+
+// How many blocks run: one for every item, or, where they have a workspace, as many as fit.
+template <class B>
+int64_t grid_of(const fa_conv_shape &shape, int multiprocessors) {
+  int64_t items = (shape.channels + B::GROUPS - 1) / B::GROUPS * shape.slices;
+  int64_t most = B::ELSEWHERE ? (int64_t)multiprocessors * B::AT_ONCE : (int64_t)INT32_MAX;
+  return items < most ? items : most;
+}
+
+template <class B, class Kernel, class Arguments>
+cudaError_t start(Kernel kernel, const Arguments &arguments, int multiprocessors,
+                  cudaStream_t stream) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, B::BYTES);
+  if (error != cudaSuccess) return error;
+  kernel<<<(unsigned)grid_of<B>(arguments.shape, multiprocessors), B::THREADS, B::BYTES, stream>>>(
+      arguments);
+  return cudaGetLastError();
+}
+
+// For one length; defined where FA_LENGTH is that.
+template <int N>
+struct Length {
+  using P = Short<N>;
+  static cudaError_t convolve(const Convolution &a, bool unit, int processors, cudaStream_t stream);
+  static cudaError_t gradients(const Gradient &a, bool unit, int processors, cudaStream_t stream);
+  static int64_t workspace(const fa_conv_shape &shape, bool backward, int processors) {
+    using F = Block<P, false>;
+    using G = Block<P, true>;
+    return backward ? grid_of<G>(shape, processors) * G::GROUPS * G::ELSEWHERE * N * 2
+                    : grid_of<F>(shape, processors) * F::GROUPS * F::ELSEWHERE * N * 2;
+  }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,50 @@
+// The kernels for transforms of FA_LENGTH numbers; compiled once for every length.
+#include "conv_launch.cuh"
+
+namespace fastattn {
+
+constexpr bool ANY_STRIDE = FA_LENGTH <= 2048;  // beyond it the caller lays rows out side by side
+
+template <bool UNIT, class T>
+static cudaError_t convolve_as(const Convolution &a, int processors, cudaStream_t stream) {
+  using P = Short<FA_LENGTH>;
+  return start<Block<P, false>>(convolve_kernel<P, T, UNIT>, a, processors, stream);
+}
+
+template <bool UNIT, class T>
+static cudaError_t gradients_as(const Gradient &a, int processors, cudaStream_t stream) {
+  using P = Short<FA_LENGTH>;
+  return start<Block<P, true>>(gradient_kernel<P, T, UNIT>, a, processors, stream);
+}
+
+// f(zero of the type).
+template <class F>
+static cudaError_t by_type(fa_type type, F f) {
+  if (type == FA_BFLOAT16) return f(__nv_bfloat16());
+  if (type == FA_FLOAT16) return f(__half());
+  return f(0.f);
+}
+
+template <>
+cudaError_t Length<FA_LENGTH>::convolve(const Convolution &a, bool unit, int processors,
+                                        cudaStream_t stream) {
+  return by_type(a.shape.type, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (ANY_STRIDE)
+      if (!unit) return convolve_as<false, T>(a, processors, stream);
+    return unit ? convolve_as<true, T>(a, processors, stream) : cudaErrorInvalidValue;
+  });
+}
+
+template <>
+cudaError_t Length<FA_LENGTH>::gradients(const Gradient &a, bool unit, int processors,
+                                         cudaStream_t stream) {
+  return by_type(a.shape.type, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (ANY_STRIDE)
+      if (!unit) return gradients_as<false, T>(a, processors, stream);
+    return unit ? gradients_as<true, T>(a, processors, stream) : cudaErrorInvalidValue;
+  });
+}
+
+}  // namespace fastattn

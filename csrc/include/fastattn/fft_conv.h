@@ -1,0 +1,83 @@
+/* fastattn/fft_conv.h: long convolutions of many rows, behind a plain C interface.
+ *
+ *     y[i] = post[i] * (sum over taps of tap[t] * x[i - lag(t)] + skip * x[i]),  x = pre * u
+ *
+ * where lag(t) = first + t, or its negative where mirrored. Rows are (sample, channel); inputs
+ * before the first and behind the last are zeros. Arithmetic is in float32. What runs on a GPU
+ * does not allocate, wait, or use a stream but the one given; every call returns a status.
+ */
+#ifndef FASTATTN_FFT_CONV_H
+#define FASTATTN_FFT_CONV_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* 0, an error of CUDA's runtime (positive), or one of ours. */
+typedef int fa_status;
+enum { FA_OK = 0, FA_BAD_ARGUMENT = -1, FA_NO_CUDA = -2, FA_OUT_OF_MEMORY = -3 };
+
+/* What went wrong, in words that stay. */
+const char *fa_status_string(fa_status status);
+
+typedef enum { FA_FLOAT32 = 0, FA_BFLOAT16 = 1, FA_FLOAT16 = 2 } fa_type;
+
+/* (sample, channel, n), strides in elements; data is NULL where there is none. */
+typedef struct {
+  void *data;
+  int64_t b, c, n;
+} fa_tensor;
+
+typedef struct {
+  int64_t batch, channels;
+  int64_t group;        /* channels that share a row of taps, side by side */
+  int64_t n, out;       /* inputs and outputs of a row */
+  int64_t first, count; /* taps */
+  int mirrored;
+  fa_type type;   /* of inputs, outputs and gates */
+  int64_t length; /* of the transform: fa_conv_length, or another that it may return */
+  int64_t slices; /* that the samples are cut into, for one block each; 1 to batch */
+} fa_conv_shape;
+
+/* The shortest transform that does it, or 0 if there is none. Ignores length and slices. */
+int64_t fa_conv_length(const fa_conv_shape *shape);
+
+/* The table of a transform's roots: how many floats, and their values, made in double precision. */
+int64_t fa_conv_table_size(int64_t length);
+fa_status fa_conv_table(int64_t length, float *table);
+
+/* Floats that a call, forward or backward, needs as workspace on a device. */
+int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int device);
+
+/* taps: (channels / group, count); skip: (channels) or NULL; table and workspace on the device. */
+fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
+                       fa_tensor y, const float *taps, const float *skip, const float *table,
+                       float *workspace, int device, void *stream);
+
+/* Gradients of all of it: du, dpre, dpost like u, pre, post, or absent; dtaps: (slices, channels,
+ * count) and dskip: (slices, channels), to be summed over what shares them, or NULL. Rows of more
+ * than 2048 have to be contiguous, here and above. */
+fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
+                                fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
+                                fa_tensor dpost, const float *taps, const float *skip,
+                                float *dtaps, float *dskip, const float *table, float *workspace,
+                                int device, void *stream);
+
+/* The same on a CPU, for lengths that are any power of two not below n and out and above every lag;
+ * in one slice, without table and workspace. They allocate, and know the roots of lengths before. */
+fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
+                      fa_tensor y, const float *taps, const float *skip, int threads);
+fa_status fa_conv_backward_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
+                               fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
+                               fa_tensor dpost, const float *taps, const float *skip,
+                               float *dtaps, float *dskip, int threads);
+
+/* Why CUDA cannot be used here, FA_OK if it can. Does not touch a device if there is none. */
+fa_status fa_cuda_available(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

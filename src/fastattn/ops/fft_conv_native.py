@@ -1,0 +1,250 @@
+"""The native path of FFT convolution: two registered operators, the op and its backward pass.
+
+Nothing is kept but the inputs. A second derivative takes the torch path.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn import _autograd, _native, _tuning
+from fastattn.ops.fft_conv_torch import Lags, convolved, lap
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LONGEST = {"cpu": 1 << 22, "cuda": 16384}
+_lib = torch.library.Library("fastattn", "FRAGMENT")
+_lib.define(
+    "fft_conv(Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, int first, int out) "
+    "-> Tensor"
+)
+_lib.define(
+    "fft_conv_backward(Tensor dy, Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, "
+    "int first, bool[] wanted) -> Tensor[]"
+)  # of u, taps, skip, pre and post, empty where not wanted
+
+
+def refusal(u: Tensor, taps: int, lags: Lags) -> str | None:
+    """Why it cannot run, with so many taps, or None."""
+    device = u.device.type
+    if u.dtype not in TYPES:
+        return f"it has no {u.dtype}"
+    reason = _native.refusal(device)
+    if reason is None and _length(lags, taps) > LONGEST[device]:
+        reason = f"it transforms at most {LONGEST[device]} numbers on {device}, these need "
+        reason += str(_length(lags, taps))
+    return reason
+
+
+def is_faster(u: Tensor, lags: Lags) -> bool:
+    """Than torch.fft: on a CPU its rows fill vectors, and go through the cache side by side."""
+    return u.device.type != "cpu" or max(lags.n, lags.out) <= _tuning.fft_conv_longest()
+
+
+def _length(lags: Lags, taps: int) -> int:
+    """The least power of two that a transform may have."""
+    most = max(lags.n, lags.out, 2)
+    if not lags.circular:
+        most = max(most, abs(lags.first) + 1, abs(lags.first + taps - 1) + 1)
+    return 1 << (most - 1).bit_length()
+
+
+def convolve(
+    u: Tensor,
+    taps: Tensor,
+    lags: Lags,
+    skip: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+) -> Tensor:
+    """The whole op; taps and skip in float32, the others of one dtype."""
+    if lags.circular:  # lag 0 to n - 1, and from -n + 1 on the same ones but for 0
+        one = lap(taps, lags)
+        one = F.pad(one, (0, lags.n - one.shape[1]))
+        taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
+    given = (u, taps, skip, pre, post)
+    about = (lags.first, lags.out)
+    if not _autograd.needs_gradient(*(x for x in given if x is not None)):
+        return _call(*given, *about)
+    out: Tensor = _autograd.apply(_FFTConv, *given, *about)
+    return out
+
+
+def _call(*arguments: Any) -> Tensor:
+    out: Tensor = _autograd.call(torch.ops.fastattn.fft_conv.default, _forward, *arguments)
+    return out
+
+
+class _FFTConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        u: Tensor, taps: Tensor, skip: Any, pre: Any, post: Any, first: int, out: int
+    ) -> Tensor:
+        return _call(u, taps, skip, pre, post, first, out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *given, ctx.first, ctx.out = inputs
+        ctx.save_for_backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        u, taps, skip, pre, post = given = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:5])
+        if torch.is_grad_enabled():  # a derivative of this one is wanted
+            with torch.enable_grad():
+                y = convolved(u, taps, Lags(ctx.first, u.shape[2], ctx.out), skip, pre, post)
+                leaves = [x for x, want in zip(given, wanted, strict=True) if want]
+                found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True))
+            return *(next(found) if want else None for want in wanted), None, None
+        operator = torch.ops.fastattn.fft_conv_backward.default
+        grads = _autograd.call(operator, _backward, dy, *given, ctx.first, wanted)
+        return *(x if want else None for x, want in zip(grads, wanted, strict=True)), None, None
+
+
+def _like(x: Tensor, length: int | None = None) -> Tensor:
+    """New memory as x lies, contiguous if it is of another length."""
+    if length is None or length == x.shape[2]:
+        return torch.empty_like(x)
+    return x.new_empty(*x.shape[:2], length)
+
+
+def _gradients(
+    u: Tensor,
+    taps: Tensor,
+    skip: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Empty, of the gradients' shapes; those of taps and skip are sums, made elsewhere."""
+    given = (u, taps, skip, pre, post)
+    return [
+        torch.empty_like(x) if want and x is not None else u.new_empty(0)
+        for x, want in zip(given, wanted, strict=True)
+    ]
+
+
+@torch.library.register_fake("fastattn::fft_conv", lib=_lib)
+def _(u: Any, taps: Any, skip: Any, pre: Any, post: Any, first: int, out: int) -> Tensor:
+    return _like(u, out)
+
+
+@torch.library.register_fake("fastattn::fft_conv_backward", lib=_lib)
+def _(
+    dy: Any, u: Any, taps: Any, skip: Any, pre: Any, post: Any, first: int, wanted: Any
+) -> list[Tensor]:
+    return _gradients(u, taps, skip, pre, post, wanted)
+
+
+def _shape(u: Tensor, taps: Tensor, first: int, out: int) -> Any:
+    (b, c, n), (groups, count) = u.shape, taps.shape
+    part = _native.part()
+    shape = part.ConvShape(b, c, c // groups, n, out, first, count, False, TYPES[u.dtype])
+    if u.device.type == "cpu":
+        shape.length = _length(Lags(first, n, out), count)
+    else:
+        shape.length = part.conv_length(shape)
+        shape.slices = _tuning.fft_conv_slices(b, c, u.device)
+    return shape
+
+
+def _at(x: Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None or x.numel() == 0 else (x.data_ptr(), *x.stride())
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None or x.numel() == 0 else x.data_ptr()
+
+
+@cache
+def _table(length: int, device: torch.device) -> Tensor:
+    """The roots of a transform, on a device."""
+    part = _native.part()
+    table = torch.empty(part.conv_table_size(length), dtype=torch.float32)
+    part.conv_table(length, table.data_ptr())
+    return table.to(device)
+
+
+def _readable(shape: Any, *tensors: Tensor | None) -> list[Any]:
+    """Of any strides, or contiguous where only such rows can be read."""
+    if shape.length <= 2048:
+        return list(tensors)
+    return [x if x is None or x.device.type == "cpu" else x.contiguous() for x in tensors]
+
+
+def _cuda(shape: Any, backward: bool, device: torch.device) -> tuple[Any, ...]:
+    """What a launch needs besides inputs and outputs, and what has to live until then."""
+    index = device.index
+    size = _native.part().conv_workspace(shape, backward, index)
+    workspace = torch.empty(size, dtype=torch.float32, device=device)
+    table = _table(shape.length, device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return (table.data_ptr(), _address(workspace), index, stream), workspace
+
+
+def _forward(
+    u: Tensor,
+    taps: Tensor,
+    skip: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+    first: int,
+    out: int,
+) -> Tensor:
+    shape = _shape(u, taps, first, out)
+    u, pre, post = _readable(shape, u, pre, post)
+    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    y = _like(u, out)
+    about = (shape, _at(u), _at(pre), _at(post), _at(y), _address(taps), _address(skip))
+    if u.device.type == "cpu":
+        _native.part().conv_cpu(*about, torch.get_num_threads())
+    else:
+        launch, _ = _cuda(shape, False, u.device)
+        _native.part().conv_cuda(*about, *launch)
+    return y
+
+
+def _backward(
+    dy: Tensor,
+    u: Tensor,
+    taps: Tensor,
+    skip: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+    first: int,
+    wanted: list[bool],
+) -> list[Tensor]:
+    shape = _shape(u, taps, first, dy.shape[2])
+    c, groups = u.shape[1], taps.shape[0]
+    dy, u, pre, post = _readable(shape, dy, u, pre, post)
+    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    grads = _gradients(u, taps, skip, pre, post, wanted)
+    du, dtaps, dskip, dpre, dpost = grads
+    each_taps, each_skip = (
+        taps.new_empty(shape.slices * c * size if want else 0)
+        for size, want in ((taps.shape[1], wanted[1]), (1, wanted[2]))
+    )
+    about = (
+        *(shape, _at(u), _at(pre), _at(post), _at(dy), _at(du), _at(dpre), _at(dpost)),
+        *(_address(taps), _address(skip), _address(each_taps), _address(each_skip)),
+    )
+    if u.device.type == "cpu":
+        _native.part().conv_backward_cpu(*about, torch.get_num_threads())
+    else:
+        launch, _ = _cuda(shape, True, u.device)
+        _native.part().conv_backward_cuda(*about, *launch)
+    if wanted[1]:
+        torch.sum(each_taps.view(shape.slices, groups, c // groups, -1), (0, 2), out=dtaps)
+    if wanted[2]:
+        torch.sum(each_skip.view(shape.slices, c), 0, out=dskip)
+    return grads
+
+
+for _key in ("CUDA", "CPU"):
+    _lib.impl("fft_conv", _forward, _key)
+    _lib.impl("fft_conv_backward", _backward, _key)

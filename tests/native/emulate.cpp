@@ -1,0 +1,161 @@
+// The kernels of csrc/cuda/conv.cuh run by threads of a CPU, against sums in double precision.
+//
+// Prints a line for every case, and exits with 1 if an error is larger than float32 explains.
+#include <barrier>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "conv.cuh"
+#include "plans.h"
+
+using namespace fastattn;
+using Values = std::vector<float>;
+
+static std::mt19937 generator(1);
+
+static Values normal(size_t count) {
+  std::normal_distribution<float> normal;
+  Values values(count);
+  for (float &x : values) x = normal(generator);
+  return values;
+}
+
+struct Case {
+  int64_t batch, channels, group, n, out, first, count;
+  bool mirrored, gated, skip;
+  int64_t slices;
+};
+
+static fa_tensor tensor(Values &x, int64_t channels, int64_t n) {
+  if (x.empty()) return {nullptr, 0, 0, 0};
+  return {x.data(), channels * n, n, 1};
+}
+
+// Run f(t, sync, add) for every thread t of a group.
+template <class F>
+static void group(int threads, F f) {
+  std::barrier barrier(threads);
+  std::vector<float> each(threads);
+  std::vector<std::thread> all;
+  for (int t = 0; t < threads; t++)
+    all.emplace_back([&, t] {
+      auto sync = [&] { barrier.arrive_and_wait(); };
+      auto add = [&](float x) {
+        each[t] = x;
+        sync();
+        float sum = 0;
+        for (float y : each) sum += y;
+        return sum;
+      };
+      f(t, sync, add);
+    });
+  for (std::thread &thread : all) thread.join();
+}
+
+static double worst = 0;
+
+static void compare(const char *what, const Values &got, const std::vector<double> &want,
+                    double factor = 1) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); i++) {
+    error += (got[i] - want[i]) * (got[i] - want[i]);
+    norm += want[i] * want[i];
+  }
+  double relative = norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
+  std::printf(" %s %.1e", what, relative);
+  if (!(relative <= 5e-7 * factor) || norm == 0) worst = 1;
+}
+
+template <class P>
+static void run(Case c) {
+  Values table(4 * Table<P>::COUNT);
+  fill_table<P>(table.data());
+  const float4 *roots = reinterpret_cast<const float4 *>(table.data());
+  int64_t rows = c.batch * c.channels;
+  Values u = normal(rows * c.n), dy = normal(rows * c.out), taps = normal(c.channels / c.group * c.count);
+  Values pre, post, skip;
+  if (c.gated) pre = normal(rows * c.n), post = normal(rows * c.out);
+  if (c.skip) skip = normal(c.channels);
+
+  // what is expected
+  std::vector<double> y(rows * c.out), du(rows * c.n), dpre(rows * c.n), dpost(rows * c.out);
+  std::vector<double> dtaps(c.channels * c.count), dskip(c.channels);
+  for (int64_t row = 0; row < rows; row++) {
+    int64_t channel = row % c.channels;
+    auto x = [&](int64_t i) { return (double)u[row * c.n + i] * (c.gated ? pre[row * c.n + i] : 1); };
+    auto g = [&](int64_t i) { return (double)dy[row * c.out + i] * (c.gated ? post[row * c.out + i] : 1); };
+    std::vector<double> dx(c.n);
+    for (int64_t i = 0; i < c.out; i++) {
+      double sum = 0;
+      for (int64_t t = 0; t < c.count; t++) {
+        int64_t lag = c.mirrored ? -(c.first + t) : c.first + t, from = i - lag;
+        if (from < 0 || from >= c.n) continue;
+        double tap = taps[channel / c.group * c.count + t];
+        sum += tap * x(from);
+        dx[from] += tap * g(i);
+        dtaps[channel * c.count + t] += x(from) * g(i);
+      }
+      if (c.skip && i < c.n) {
+        sum += skip[channel] * x(i);
+        dx[i] += skip[channel] * g(i);
+        dskip[channel] += x(i) * g(i);
+      }
+      y[row * c.out + i] = sum * (c.gated ? post[row * c.out + i] : 1);
+      dpost[row * c.out + i] = sum * dy[row * c.out + i];
+    }
+    for (int64_t i = 0; i < c.n; i++) {
+      du[row * c.n + i] = dx[i] * (c.gated ? pre[row * c.n + i] : 1);
+      dpre[row * c.n + i] = dx[i] * u[row * c.n + i];
+    }
+  }
+
+  // what the kernels make
+  fa_conv_shape shape = {c.batch, c.channels, c.group, c.n, c.out, c.first, c.count, c.mirrored, FA_FLOAT32, P::N, c.slices};
+  Values got_y(rows * c.out, NAN), got_du(rows * c.n, NAN), got_dpre(c.gated ? rows * c.n : 0), got_dpost(c.gated ? rows * c.out : 0);
+  Values got_dtaps(c.slices * c.channels * c.count, 0), got_dskip(c.slices * c.channels, NAN);
+  std::vector<float2> memory(Row<P>::MEMORY), spectrum(P::N), input(P::N), sum(P::N);
+  Convolution forward = {shape, tensor(u, c.channels, c.n), tensor(pre, c.channels, c.n), tensor(post, c.channels, c.out),
+                         tensor(got_y, c.channels, c.out), taps.data(), c.skip ? skip.data() : nullptr, roots, nullptr};
+  Gradient backward = {shape, forward.u, forward.pre, forward.post, tensor(dy, c.channels, c.out), tensor(got_du, c.channels, c.n),
+                       tensor(got_dpre, c.channels, c.n), tensor(got_dpost, c.channels, c.out), taps.data(), forward.skip,
+                       got_dtaps.data(), got_dskip.data(), roots, nullptr};
+  for (int64_t slice = 0; slice < c.slices; slice++)
+    for (int64_t channel = 0; channel < c.channels; channel++)
+      group(P::T, [&](int t, auto sync, auto add) {
+        convolve<P, float, true>(forward, channel, slice, t, memory.data(), spectrum.data(), sync);
+        sync();
+        gradients<P, float, true>(backward, channel, slice, t, memory.data(), spectrum.data(), input.data(), sum.data(), sync, add);
+      });
+  for (int64_t slice = 1; slice < c.slices; slice++) {
+    for (int64_t i = 0; i < c.channels * c.count; i++) got_dtaps[i] += got_dtaps[slice * c.channels * c.count + i];
+    for (int64_t i = 0; i < c.channels; i++) got_dskip[i] += got_dskip[slice * c.channels + i];
+  }
+  std::printf("N=%d E=%d n=%d out=%d first=%d count=%d%s%s%s:", P::N, P::E, (int)c.n, (int)c.out, (int)c.first, (int)c.count,
+              c.mirrored ? " mirrored" : "", c.gated ? " gated" : "", c.skip ? " skip" : "");
+  compare("y", got_y, y);
+  compare("du", got_du, du);
+  compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
+  if (c.gated) compare("dpre", got_dpre, dpre), compare("dpost", got_dpost, dpost);
+  if (c.skip) compare("dskip", got_dskip, dskip, 100);
+  std::printf("\n");
+}
+
+int main() {
+  run<Short<256>>({3, 4, 2, 256, 256, 0, 256, false, true, true, 2});
+  run<Short<512>>({1, 1, 1, 100, 300, 0, 201, false, true, true, 1});
+  run<Short<512>>({1, 2, 1, 300, 100, 0, 201, true, true, true, 1});
+  run<Short<256>>({2, 2, 1, 200, 200, -199, 399, false, false, false, 1});
+  run<Short<256>>({2, 2, 1, 200, 200, -150, 351, true, false, true, 1});
+  run<Short<256>>({1, 1, 1, 1, 1, 0, 1, false, false, false, 1});
+  run<Short<512>>({2, 1, 1, 500, 500, 0, 500, false, true, false, 2});
+  run<Short<1024>>({2, 1, 1, 1024, 1024, 0, 1024, false, false, true, 1});
+  run<Short<2048>>({2, 1, 1, 2048, 2048, 0, 77, false, true, true, 1});
+  run<Short<4096>>({1, 1, 1, 4096, 4096, 0, 4096, false, false, false, 1});
+  run<Short<8192>>({1, 1, 1, 8192, 8192, 0, 8192, false, false, false, 1});
+  run<Short<16384>>({1, 1, 1, 16384, 16384, 0, 16384, false, false, false, 1});
+  std::printf(worst ? "WRONG\n" : "right\n");
+  return worst ? 1 : 0;
+}

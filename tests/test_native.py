@@ -1,0 +1,143 @@
+"""The native part: its kernels on threads of a CPU, and its build with and without compilers."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastattn import _native
+
+ROOT = Path(__file__).parent.parent
+CXX = shutil.which("g++")
+NVCC = shutil.which("nvcc")
+needs_compiler = pytest.mark.skipif(CXX is None, reason="needs g++")
+needs_nvcc = pytest.mark.skipif(NVCC is None or CXX is None, reason="needs nvcc and g++")
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_cuda_kernels_are_right_on_threads_of_a_cpu(tmp_path):
+    """The same code: barriers are real, shared memory is memory."""
+    program = tmp_path / "emulate"
+    folders = [f"-I{ROOT / 'csrc' / x}" for x in ("", "cuda", "include")]
+    source = ROOT / "tests" / "native" / "emulate.cpp"
+    command = [CXX, "-std=c++20", "-O2", *folders, source, "-o", program, "-pthread"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("N=") >= 12
+
+
+def build(folder, fails=False, **environment):
+    """What setup.py leaves in a folder: the output, and _build_info's NATIVE."""
+    pytest.importorskip("pybind11")
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    info = {}
+    if not fails:
+        exec((folder / "lib" / "fastattn" / "_build_info.py").read_text(), info)
+    return done.stdout + done.stderr, info.get("NATIVE")
+
+
+def works(folder):
+    """Whether what was built loads and convolves, in a process that sees no other."""
+    code = f"""
+import importlib.util, pathlib
+(path,) = pathlib.Path({str(folder)!r}).glob("lib/fastattn/_C.*")
+spec = importlib.util.spec_from_file_location("fastattn._C", path)
+part = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(part)
+from array import array
+u, k, y = array("f", [1, 2, 3, 4]), array("f", [1, 10]), array("f", [0] * 4)
+shape = part.ConvShape(1, 1, 1, 4, 4, 0, 2, False, 0)
+shape.length = 4
+at = lambda x: (x.buffer_info()[0], 4, 4, 1)
+part.conv_cpu(shape, at(u), None, None, at(y), k.buffer_info()[0], 0, 1)
+print([round(x, 3) for x in y], part.cuda_refusal())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+NO_COMPILER = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+NO_NVCC = {"CUDA_HOME": "/no/such/folder"}
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_with_a_c_compiler_only(tmp_path):
+    _, info = build(tmp_path, FASTATTN_NATIVE="auto", **NO_NVCC)
+    assert info["cpu"] is True
+    assert info["cuda"] is False
+    assert "nvcc is neither" in info["cuda reason"]
+    assert "[1.0, 12.0, 23.0, 34.0] built without CUDA" in works(tmp_path)
+
+
+def test_without_any_compiler(tmp_path):
+    _, info = build(tmp_path, FASTATTN_NATIVE="auto", **NO_COMPILER, **NO_NVCC)
+    assert info["cpu"] is False
+    assert "no-such-compiler" in info["reason"]
+    assert not list(tmp_path.glob("lib/fastattn/_C.*"))
+
+
+def test_what_is_required_fails_if_it_cannot_be_built(tmp_path):
+    said, _ = build(tmp_path, True, FASTATTN_NATIVE="require", **NO_COMPILER, **NO_NVCC)
+    assert "no-such-compiler" in said
+    said, _ = build(tmp_path, True, FASTATTN_NATIVE="maybe")
+    assert "FASTATTN_NATIVE must be one of" in said
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_everything_compiles_for_hopper_within_its_registers(tmp_path):
+    _, info = build(tmp_path, FASTATTN_NATIVE="require", FASTATTN_CUDA_ARCHS="90")
+    assert info["cuda"] is True
+    assert info["archs"] == ["90"]
+    logs = sorted((tmp_path / "temp" / "cuda").glob("conv_*.log"))
+    assert len(logs) == 7
+    for log in logs:
+        limited(log.read_text())
+    assert "[1.0, 12.0, 23.0, 34.0]" in works(tmp_path)
+
+
+def limited(said):
+    """At most 128 registers, and 128 bytes of a thread's in memory."""
+    registers = [int(x) for x in re.findall(r"Used (\d+) registers", said)]
+    spills = [int(x) for x in re.findall(r"(\d+) bytes spill stores", said)]
+    assert registers
+    assert max(registers) <= 128
+    assert max(spills) <= 128, said
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 86, 100, 120])
+def test_other_generations_compile(arch, tmp_path):
+    folders = [f"-I{ROOT / 'csrc' / x}" for x in ("", "cuda", "include")]
+    source = ROOT / "csrc" / "cuda" / "conv_length.cu"
+    command = [NVCC, "-std=c++17", "-O3", "-DFA_LENGTH=4096", *folders, "-Xptxas", "-v"]
+    command += [
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
+        "-c",
+        source,
+        "-o",
+        tmp_path / "x.o",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    limited(done.stderr + done.stdout)
+
+
+def test_why_it_cannot_run_is_said():
+    assert "it needs the CPU or CUDA" in (_native.refusal("mps") or "installed without")
+    module, reason = _native.load()
+    assert (module is None) == bool(reason)
