@@ -103,7 +103,7 @@ class Build(build_ext):
             *(f"-gencode=arch=compute_{x},code=sm_{x}" for x in ARCHS),
             f"-gencode=arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}",
         ]
-        jobs = [("conv.cu", [], "conv.o")]
+        jobs = [("conv.cu", [], "conv.o"), ("conv_long.cu", [], "conv_long.o")]
         jobs += [("conv_length.cu", [f"-DFA_LENGTH={n}"], f"conv_{n}.o") for n in LENGTHS]
 
         def compile_one(job: tuple) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import _native, ops
-from fastattn.ops import fft_conv_torch
+from fastattn.ops import fft_conv_native, fft_conv_torch
 from fastattn.ops.fft_conv_torch import Lags
 
 ON_GPU = torch.cuda.is_available()
@@ -166,7 +166,7 @@ def test_the_error_does_not_depend_on_the_scale(dtype, scale, backend):
 @pytest.mark.parametrize("n", [4002, 8760, 14113, 16384, 16385, 65537, 1 << 20])
 def test_long_rows(n, backend):
     """Against the torch path in float64, which shorter rows compare with the definition."""
-    if backend == "native" and n > ops.fft_conv_native.LONGEST[DEVICE]:
+    if backend == "native" and n > fft_conv_native.LONGEST:
         pytest.skip("longer than it transforms")
     tensors = make(1, 1, n, n, "causal")
     exact = results({k: x.double() for k, x in tensors.items()}, "causal", "torch")
@@ -181,8 +181,9 @@ def test_what_compares_finds_what_is_wrong(damage, monkeypatch):
         "neighbour": lambda y: y.roll(1, 1),
         "shift": lambda y: y.roll(1, 2),
     }
-    right = fft_conv_torch.convolve
-    monkeypatch.setattr(fft_conv_torch, "convolve", lambda *x: ways[damage](right(*x)))
+    right, other = fft_conv_torch.MAPS["torch"]
+    wrong = lambda *x: ways[damage](right(*x))  # noqa: E731
+    monkeypatch.setitem(fft_conv_torch.MAPS, "torch", (wrong, other))
     with pytest.raises(AssertionError):
         compare(make(2, 3, 40, 40, "causal"), "causal", "torch")
 

@@ -1,5 +1,6 @@
 // Which length of transform a convolution takes, its table, and the calls that launch it.
 #include "conv_launch.cuh"
+#include "device_guard.h"
 
 using namespace fastattn;
 
@@ -39,19 +40,6 @@ static int processors_of(int device) {
              ? count
              : 1;
 }
-
-// Makes a device the current one, for as long as it lives.
-struct OnDevice {
-  int before = -1, device;
-  cudaError_t error;
-  explicit OnDevice(int device) : device(device) {
-    error = cudaGetDevice(&before);
-    if (error == cudaSuccess && before != device) error = cudaSetDevice(device);
-  }
-  ~OnDevice() {
-    if (before >= 0 && before != device) cudaSetDevice(before);
-  }
-};
 
 extern "C" {
 

@@ -105,7 +105,7 @@ UNROLL
   }
 }
 
-DEVICE Complex number(const float2 *of, int at) { return {of[at].x, of[at].y}; }
+DEVICE Complex number(const float2 *of, int64_t at) { return {of[at].x, of[at].y}; }
 
 // One group of threads. `memory` has Row<P>::MEMORY float2, `spectrum` N.
 template <class P, class T, bool UNIT, class Sync>

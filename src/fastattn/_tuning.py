@@ -316,6 +316,17 @@ def fft_conv_longest() -> int:
     return 32768
 
 
+def fft_conv_block(n: int) -> int:
+    """Into blocks of how many the longest rows are cut on a GPU; not measured yet."""
+    return 4096 if n <= 65536 else 16384
+
+
+def fft_conv_workspace() -> int:
+    """Floats of spectra that exist at a time of rows cut into blocks: they should stay in the L2;
+    not measured yet."""
+    return 12 << 20
+
+
 @cache
 def fft_conv_slices(batch: int, channels: int, device: torch.device) -> int:
     """Into how many slices the samples of a convolution are cut, so that there is a block for each

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conv.cuh"
+#include "conv_long.cuh"
 #include "plans.h"
 
 using namespace fastattn;
@@ -143,6 +144,60 @@ static void run(Case c) {
   std::printf("\n");
 }
 
+// Rows of several blocks, against sums in double precision.
+template <class P, int C>
+static void run_long(Case c) {
+  const int64_t N = P::N, rows = c.batch * c.channels, tap_rows = c.channels / c.group;
+  Values table(4 * Table<P>::COUNT);
+  fill_table<P>(table.data());
+  Values u = normal(rows * c.n), dy = normal(rows * c.out), taps = normal(tap_rows * c.count);
+  std::vector<double> y(rows * c.out), dtaps(c.channels * c.count);
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t i = 0; i < c.out; i++)
+      for (int64_t t = 0; t < c.count; t++) {
+        int64_t lag = c.mirrored ? -(c.first + t) : c.first + t, from = i - lag;
+        if (from < 0 || from >= c.n) continue;
+        y[row * c.out + i] += (double)taps[row % c.channels / c.group * c.count + t] * u[row * c.n + from];
+        dtaps[row % c.channels * c.count + t] += (double)u[row * c.n + from] * dy[row * c.out + i];
+      }
+
+  fa_conv_shape shape = {c.batch, c.channels, c.group, c.n, c.out, c.first, c.count, c.mirrored, FA_FLOAT32, N, 1};
+  Chunk a = chunk_of(shape);
+  Values got(rows * c.out, NAN), got_dtaps(c.channels * c.count, 0);
+  a.channels = c.channels;
+  a.u = tensor(u, c.channels, c.n), a.y = tensor(got, c.channels, c.out);
+  a.taps = taps.data(), a.dtaps = got_dtaps.data();
+  a.table = reinterpret_cast<const float4 *>(table.data());
+  std::vector<float2> inputs(rows * a.blocks_in * N), outputs(rows * a.blocks_out * N), spectra(c.channels * a.count * N);
+  a.inputs = inputs.data(), a.outputs = outputs.data(), a.spectra = spectra.data();
+  std::vector<float2> memory(Row<P>::MEMORY);
+  auto each = [&](int64_t items, auto f) {
+    for (int64_t item = 0; item < items; item++) group(P::T, [&](int t, auto sync, auto) { f(item, t, sync); });
+  };
+  auto transform = [&](fa_tensor x, int64_t length, int64_t blocks, float2 *to) {
+    each(rows * blocks, [&](int64_t item, int t, auto sync) {
+      transform_block<P, float, true>(a, x, length, blocks, to, item, t, memory.data(), sync);
+    });
+  };
+  transform(a.u, c.n, a.blocks_in, a.inputs);
+  each(tap_rows * a.count, [&](int64_t item, int t, auto sync) { transform_taps<P>(a, item, t, memory.data(), sync); });
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t first = 0; first < a.blocks_out; first += C)
+      for (int64_t f = 0; f < N; f++) multiply_blocks<C>(a, row, first, f);
+  each(rows * a.blocks_out, [&](int64_t item, int t, auto sync) { restore_block<P, float, true>(a, item, t, memory.data(), sync); });
+
+  transform(tensor(dy, c.channels, c.out), c.out, a.blocks_out, a.outputs);
+  for (int64_t channel = 0; channel < c.channels; channel++)
+    for (int64_t first = 0; first < a.count; first += C)
+      for (int64_t f = 0; f < N; f++) correlate_blocks<C>(a, channel, first, f);
+  each(c.channels * a.count, [&](int64_t item, int t, auto sync) { restore_taps<P>(a, item, t, memory.data(), sync); });
+  std::printf("blocks of N=%d, %d at a time, n=%d out=%d first=%d count=%d%s:", P::N, C, (int)c.n, (int)c.out, (int)c.first,
+              (int)c.count, c.mirrored ? " mirrored" : "");
+  compare("y", got, y);
+  compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
+  std::printf("\n");
+}
+
 int main() {
   run<Short<256>>({3, 4, 2, 256, 256, 0, 256, false, true, true, 2});
   run<Short<512>>({1, 1, 1, 100, 300, 0, 201, false, true, true, 1});
@@ -156,6 +211,14 @@ int main() {
   run<Short<4096>>({1, 1, 1, 4096, 4096, 0, 4096, false, false, false, 1});
   run<Short<8192>>({1, 1, 1, 8192, 8192, 0, 8192, false, false, false, 1});
   run<Short<16384>>({1, 1, 1, 16384, 16384, 0, 16384, false, false, false, 1});
+  run_long<Short<256>, 4>({2, 4, 2, 2000, 2000, 0, 2000, false});
+  run_long<Short<256>, 4>({1, 2, 1, 1500, 1500, 0, 100, false});
+  run_long<Short<256>, 2>({1, 2, 1, 1111, 1111, -1110, 2221, false});
+  run_long<Short<256>, 2>({1, 2, 1, 1111, 1111, -700, 1500, true});
+  run_long<Short<256>, 4>({1, 1, 1, 700, 2000, 0, 1301, false});
+  run_long<Short<256>, 4>({1, 1, 1, 2000, 700, 0, 1301, true});
+  run_long<Short<256>, 16>({1, 1, 1, 10000, 10000, 0, 10000, false});
+  run_long<Short<512>, 4>({1, 1, 1, 1300, 1300, 0, 1, false});
   std::printf(worst ? "WRONG\n" : "right\n");
   return worst ? 1 : 0;
 }

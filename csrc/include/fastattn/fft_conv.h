@@ -65,7 +65,18 @@ fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tens
                                 float *dtaps, float *dskip, const float *table, float *workspace,
                                 int device, void *stream);
 
-/* The same on a CPU, for lengths that are any power of two not below n and out and above every lag;
+/* Of rows longer than a transform takes, without gates and skip; rows have to be contiguous. They
+ * are cut into blocks of `length`, 4096, 8192 or 16384, and worked on some channels at a time, of all
+ * samples: at most 65535 rows. dtaps is (channels, count), where taps that reach nothing stay. */
+int64_t fa_conv_long_workspace(const fa_conv_shape *shape, int64_t channels, int gradient);
+fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y,
+                            const float *taps, const float *table, float *workspace,
+                            int64_t channels, int device, void *stream);
+fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y,
+                                 float *dtaps, const float *table, float *workspace,
+                                 int64_t channels, int device, void *stream);
+
+/* The whole on a CPU, for lengths that are any power of two not below n and out and above every lag;
  * in one slice, without table and workspace. They allocate, and know the roots of lengths before. */
 fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                       fa_tensor y, const float *taps, const float *skip, int threads);

@@ -9,7 +9,7 @@ the exact one, rounded. Gates: Poli et al. 2023, "Hyena Hierarchy"; two-sided ke
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,8 +102,11 @@ def fft_conv(
     with in_full_precision(u.device.type):
         if run == "native":
             return native_path.convolve(u, taps, lags, *gates)
-        ways = {"reference": _by_definition, "torch": torch_path.Convolve.apply}
-        way = torch_path.exactly_causal if exact_causal and run == "torch" else ways[run]
+        way: Any = None
+        if run == "reference":
+            way = _by_definition
+        elif exact_causal:
+            way = torch_path.exactly_causal
         return torch_path.convolved(u, taps, lags, *gates, convolve=way)
 
 

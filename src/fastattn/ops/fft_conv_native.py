@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import _autograd, _native, _tuning
-from fastattn.ops.fft_conv_torch import Lags, convolved, lap
+from fastattn.ops.fft_conv_torch import MAPS, Convolve, Lags, convolved, lap
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LONGEST = {"cpu": 1 << 22, "cuda": 16384}
+LONGEST = 1 << 22
+FUSED = {"cpu": LONGEST, "cuda": 16384}  # up to here a row is one transform
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "fft_conv(Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, int first, int out) "
@@ -34,9 +35,8 @@ def refusal(u: Tensor, taps: int, lags: Lags) -> str | None:
     if u.dtype not in TYPES:
         return f"it has no {u.dtype}"
     reason = _native.refusal(device)
-    if reason is None and _length(lags, taps) > LONGEST[device]:
-        reason = f"it transforms at most {LONGEST[device]} numbers on {device}, these need "
-        reason += str(_length(lags, taps))
+    if reason is None and max(lags.n, lags.out) > LONGEST:
+        reason = f"it has rows of at most {LONGEST}, not of {max(lags.n, lags.out)}"
     return reason
 
 
@@ -66,6 +66,8 @@ def convolve(
         one = lap(taps, lags)
         one = F.pad(one, (0, lags.n - one.shape[1]))
         taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
+    if _length(lags, taps.shape[1]) > FUSED[u.device.type]:
+        return _convolve_long(u, taps, lags, skip, pre, post)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
     if not _autograd.needs_gradient(*(x for x in given if x is not None)):
@@ -245,6 +247,100 @@ def _backward(
     return grads
 
 
+def _convolve_long(
+    u: Tensor,
+    taps: Tensor,
+    lags: Lags,
+    skip: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+) -> Tensor:
+    """Of rows that are cut into blocks; gates and skip are torch's, in float32."""
+    way = lambda u, taps, lags: Convolve.apply(u, taps, lags, "native")  # noqa: E731
+    if skip is None and pre is None and post is None:
+        found: Tensor = way(u, taps, lags)
+        return found
+    return convolved(u, taps, lags, skip, pre, post, convolve=way)
+
+
+def _long_shape(u: Tensor, groups: int, count: int, lags: Lags) -> Any:
+    b, c, n = u.shape
+    shape = _native.part().ConvShape(
+        b, c, c // groups, n, lags.out, lags.first, count, lags.mirrored, TYPES[u.dtype]
+    )
+    shape.length = _tuning.fft_conv_block(max(n, lags.out))
+    return shape
+
+
+def _chunks(shape: Any, u: Tensor, gradient: bool) -> tuple[int, Tensor]:
+    """How many channels at a time, and their workspace."""
+    part, (b, c, _) = _native.part(), u.shape
+    one = part.conv_long_workspace(shape, 1, gradient)
+    channels = max(1, min(c, 65535 // b, _tuning.fft_conv_workspace() // one))
+    size = part.conv_long_workspace(shape, channels, gradient)
+    return channels, torch.empty(size, dtype=torch.float32, device=u.device)
+
+
+def _long(u: Tensor, taps: Tensor, first: int, out: int, mirrored: bool) -> Tensor:
+    groups, count = taps.shape
+    shape = _long_shape(u, groups, count, Lags(first, u.shape[2], out, mirrored))
+    u, taps, y = u.contiguous(), taps.contiguous(), u.new_empty(*u.shape[:2], out)
+    channels, workspace = _chunks(shape, u, False)
+    stream = torch.cuda.current_stream(u.device).cuda_stream
+    table = _table(shape.length, u.device)
+    _native.part().conv_long_cuda(
+        *(shape, _at(u), _at(y), _address(taps), _address(table), _address(workspace)),
+        *(channels, u.device.index, stream),
+    )
+    return y
+
+
+def _long_correlate(
+    u: Tensor, y: Tensor, groups: int, count: int, first: int, mirrored: bool
+) -> Tensor:
+    c, out = y.shape[1:]
+    shape = _long_shape(u, groups, count, Lags(first, u.shape[2], out, mirrored))
+    u, y = u.contiguous(), y.contiguous()
+    dtaps = u.new_zeros(c, count, dtype=torch.float32)
+    channels, workspace = _chunks(shape, u, True)
+    stream = torch.cuda.current_stream(u.device).cuda_stream
+    table = _table(shape.length, u.device)
+    _native.part().correlate_long_cuda(
+        *(shape, _at(u), _at(y), _address(dtaps), _address(table), _address(workspace)),
+        *(channels, u.device.index, stream),
+    )
+    return dtaps.view(groups, c // groups, count).sum(1)
+
+
+_lib.define("fft_conv_long(Tensor u, Tensor taps, int first, int out, bool mirrored) -> Tensor")
+_lib.define(
+    "fft_conv_correlate(Tensor u, Tensor y, int groups, int count, int first, bool mirrored) "
+    "-> Tensor"
+)
+
+
+@torch.library.register_fake("fastattn::fft_conv_long", lib=_lib)
+def _(u: Any, taps: Any, first: int, out: int, mirrored: bool) -> Tensor:
+    made: Tensor = u.new_empty(*u.shape[:2], out)
+    return made
+
+
+@torch.library.register_fake("fastattn::fft_conv_correlate", lib=_lib)
+def _(u: Any, y: Any, groups: int, count: int, first: int, mirrored: bool) -> Tensor:
+    made: Tensor = u.new_empty(groups, count, dtype=torch.float32)
+    return made
+
+
+MAPS["native"] = (
+    lambda u, taps, lags: torch.ops.fastattn.fft_conv_long(
+        u, taps, lags.first, lags.out, lags.mirrored
+    ),
+    lambda u, y, groups, t, lags: torch.ops.fastattn.fft_conv_correlate(
+        u, y, groups, t, lags.first, lags.mirrored
+    ),
+)
 for _key in ("CUDA", "CPU"):
     _lib.impl("fft_conv", _forward, _key)
     _lib.impl("fft_conv_backward", _backward, _key)
+_lib.impl("fft_conv_long", _long, "CUDA")
+_lib.impl("fft_conv_correlate", _long_correlate, "CUDA")

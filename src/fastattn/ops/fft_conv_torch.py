@@ -38,43 +38,45 @@ class Lags(NamedTuple):
 
 
 class Convolve(Function):
-    """Inputs ``(b, c, n)``, taps ``(groups, t)``: outputs ``(b, c, out)``, all of one dtype."""
+    """Inputs ``(b, c, n)``, taps ``(groups, t)``: outputs ``(b, c, out)``; a way is one of MAPS."""
 
     @staticmethod
-    def forward(u: Tensor, taps: Tensor, lags: Lags) -> Tensor:
-        return convolve(u, taps, lags)
+    def forward(u: Tensor, taps: Tensor, lags: Lags, way: str) -> Tensor:
+        return MAPS[way][0](u, taps, lags)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        u, taps, ctx.lags = inputs
+        u, taps, ctx.lags, ctx.way = inputs
         ctx.save_for_backward(u, taps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         u, taps = ctx.saved_tensors
-        du = Convolve.apply(dy, taps, ctx.lags.adjoint) if ctx.needs_input_grad[0] else None
-        dtaps = Correlate.apply(u, dy, *taps.shape, ctx.lags) if ctx.needs_input_grad[1] else None
-        return du, dtaps, None
+        of_u, of_taps = ctx.needs_input_grad[:2]
+        du = Convolve.apply(dy, taps, ctx.lags.adjoint, ctx.way) if of_u else None
+        dtaps = Correlate.apply(u, dy, *taps.shape, ctx.lags, ctx.way) if of_taps else None
+        return du, dtaps, None, None
 
 
 class Correlate(Function):
     """Inputs ``(b, c, n)`` and outputs ``(b, c, out)``: taps ``(groups, t)``, summed over b."""
 
     @staticmethod
-    def forward(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags) -> Tensor:
-        return correlate(u, y, groups, t, lags)
+    def forward(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags, way: str) -> Tensor:
+        return MAPS[way][1](u, y, groups, t, lags)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        u, y, _, _, ctx.lags = inputs
+        u, y, _, _, ctx.lags, ctx.way = inputs
         ctx.save_for_backward(u, y)
 
     @staticmethod
     def backward(ctx: Any, dtaps: Tensor) -> Any:
         u, y = ctx.saved_tensors
-        du = Convolve.apply(y, dtaps, ctx.lags.adjoint) if ctx.needs_input_grad[0] else None
-        dy = Convolve.apply(u, dtaps, ctx.lags) if ctx.needs_input_grad[1] else None
-        return du, dy, None, None, None
+        of_u, of_y = ctx.needs_input_grad[:2]
+        du = Convolve.apply(y, dtaps, ctx.lags.adjoint, ctx.way) if of_u else None
+        dy = Convolve.apply(u, dtaps, ctx.lags, ctx.way) if of_y else None
+        return du, dy, None, None, None, None
 
 
 def convolved(
@@ -85,12 +87,13 @@ def convolved(
     pre: Tensor | None,
     post: Tensor | None,
     *,
-    convolve: Callable[[Tensor, Tensor, Lags], Tensor] = Convolve.apply,
+    convolve: Callable[[Tensor, Tensor, Lags], Tensor] | None = None,
 ) -> Tensor:
-    """The whole op in the dtype of the taps, cast to that of u; its sum is ``convolve``'s."""
+    """The whole op in the dtype of the taps, cast to that of u; its sum is ``convolve``'s, or by
+    torch's transforms."""
     wide = taps.dtype
     x = u.to(wide) if pre is None else u.to(wide) * pre.to(wide)
-    y = convolve(x, taps, lags)
+    y = convolve(x, taps, lags) if convolve else Convolve.apply(x, taps, lags, "torch")
     if skip is not None:
         y = y + skip.to(wide).unsqueeze(-1) * F.pad(x, (0, lags.out - lags.n))
     return (y if post is None else y * post.to(wide)).to(u.dtype)
@@ -118,6 +121,12 @@ def correlate(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags) -> Tensor:
         found = _laps_added(found, lags.n, backwards=True)
         return found[:, torch.arange(lags.first, lags.first + t, device=u.device) % lags.n]
     return _from(found, lags.first, t)
+
+
+# Of every way there is, the maps behind Convolve and Correlate.
+MAPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "torch": (convolve, correlate)
+}
 
 
 def _grouped(u: Tensor, taps: Tensor) -> Tensor:
