@@ -60,15 +60,28 @@ template <class P, class Sync>
 DEVICE void spectrum_of(Complex *x, const fa_conv_shape &s, Taps taps, float2 *memory,
                         const float4 *table, int t, Sync sync) {
   using W = Row<P>;
-UNROLL
+  UNROLL
   for (int e = 0; e < P::E; e++) {
     int i = W::index(t, e);
     x[e] = {taps[i] / P::N, -taps[i - P::N] / P::N};
   }
   W::template forward<false>(x, memory, table, t, sync);
   if (s.mirrored) {
-UNROLL
+    UNROLL
     for (int e = 0; e < P::E; e++) x[e].im = -x[e].im;
+  }
+}
+
+// f(e, i) for every number e of thread t, element i of a row, that is there.
+template <class P, class F>
+DEVICE void for_each(int t, int length, F f) {
+  if (length == P::N) {
+    UNROLL
+    for (int e = 0; e < P::E; e++) f(e, Row<P>::index(t, e));
+  } else {
+    UNROLL
+    for (int e = 0; e < P::E; e++)
+      if (int i = Row<P>::index(t, e); i < length) f(e, i);
   }
 }
 
@@ -76,32 +89,21 @@ UNROLL
 template <class P, class L, class Sync>
 DEVICE void load_row(Complex *x, L u, L gate, int n, float2 *memory, const float4 *table, int t,
                      Sync sync) {
-  using W = Row<P>;
-  auto input = [&](int i) { return gate.there() ? gate[i] * u[i] : u[i]; };
-  if (n == P::N) {
-UNROLL
-    for (int e = 0; e < P::E; e++) x[e] = {input(W::index(t, e)), 0.f};
-  } else {
-UNROLL
-    for (int e = 0; e < P::E; e++) {
-      int i = W::index(t, e);
-      x[e] = {i < n ? input(i) : 0.f, 0.f};
-    }
-  }
-  W::template forward<true>(x, memory, table, t, sync);
+  UNROLL
+  for (int e = 0; e < P::E; e++) x[e] = {0.f, 0.f};
+  for_each<P>(t, n, [&](int e, int i) { x[e].re = u[i]; });
+  if (gate.there()) for_each<P>(t, n, [&](int e, int i) { x[e].re *= gate[i]; });
+  Row<P>::template forward<true>(x, memory, table, t, sync);
 }
 
-// Calls f(i, value) for every element i of the row whose transform x is, i < out.
-template <class P, class Sync, class F>
-DEVICE void for_each_output(Complex *x, int out, float2 *memory, const float4 *table, int t,
-                            Sync sync, F f) {
-  using W = Row<P>;
-  W::inverse(x, memory, table, t, sync);
-UNROLL
+// The row whose transform x is, in its real parts.
+template <class P, class Sync>
+DEVICE void restore_row(Complex *x, float2 *memory, const float4 *table, int t, Sync sync) {
+  Row<P>::inverse(x, memory, table, t, sync);
+  UNROLL
   for (int e = 0; e < P::E; e++) {
-    int i = W::index(t, e);
-    Complex w = W::twist(table, t, e);
-    if (i < out) f(i, multiply_add(-x[e].im, w.im, x[e].re * w.re));
+    Complex w = Row<P>::twist(table, t, e);
+    x[e].re = multiply_add(-x[e].im, w.im, x[e].re * w.re);
   }
 }
 
@@ -118,7 +120,7 @@ DEVICE void convolve(const Convolution &a, int64_t channel, int64_t slice, int t
   const int n = s.n, out = active ? s.out : 0;
   Complex x[P::E];
   spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
-UNROLL
+  UNROLL
   for (int e = 0; e < P::E; e++) spectrum[e * P::T + t] = make_float2(x[e].re, x[e].im);
   sync();
 
@@ -126,12 +128,17 @@ UNROLL
   for (int64_t b = low; b < high; b++) {
     L u(a.u, b, channel), pre(a.pre, b, channel), post(a.post, b, channel), y(a.y, b, channel);
     load_row<P>(x, u, pre, n, memory, a.table, t, sync);
-UNROLL
+    UNROLL
     for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
-    for_each_output<P>(x, out, memory, a.table, t, sync, [&](int i, float value) {
-      if (a.skip && i < n) value = multiply_add(a.skip[channel], pre.there() ? pre[i] * u[i] : u[i], value);
-      y.put(i, post.there() ? post[i] * value : value);
-    });
+    restore_row<P>(x, memory, a.table, t, sync);
+    if (a.skip) {
+      const float skip = a.skip[channel];
+      for_each<P>(t, n < out ? n : out, [&](int e, int i) {
+        x[e].re = multiply_add(skip, pre.there() ? pre[i] * u[i] : u[i], x[e].re);
+      });
+    }
+    if (post.there()) for_each<P>(t, out, [&](int e, int i) { x[e].re *= post[i]; });
+    for_each<P>(t, out, [&](int e, int i) { y.put(i, x[e].re); });
   }
 }
 
@@ -159,7 +166,7 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
   const bool of_input = a.du.data || a.dpre.data;
   Complex x[P::E];
   spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
-UNROLL
+  UNROLL
   for (int e = 0; e < P::E; e++) {
     spectrum[e * P::T + t] = make_float2(x[e].re, x[e].im);
     sum[e * P::T + t] = make_float2(0.f, 0.f);
@@ -177,23 +184,24 @@ UNROLL
 
     if (a.dtaps || dpost.there()) {
       load_row<P>(x, u, pre, n, memory, a.table, t, sync);
-UNROLL
+      UNROLL
       for (int e = 0; e < P::E; e++) input[e * P::T + t] = make_float2(x[e].re, x[e].im);
       if (dpost.there()) {
-UNROLL
+        UNROLL
         for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
-        for_each_output<P>(x, written_out, memory, a.table, t, sync,
-                                     [&](int i, float value) {
-                                       if (i < n) value = multiply_add(skip, gated(i), value);
-                                       dpost.put(i, dy[i] * value);
-                                     });
+        restore_row<P>(x, memory, a.table, t, sync);
+        if (a.skip)
+          for_each<P>(t, n < written_out ? n : written_out, [&](int e, int i) {
+            x[e].re = multiply_add(skip, gated(i), x[e].re);
+          });
+        for_each<P>(t, written_out, [&](int e, int i) { dpost.put(i, dy[i] * x[e].re); });
       } else {
         sync();
       }
     }
     if (a.dtaps || of_input) load_row<P>(x, dy, post, out, memory, a.table, t, sync);
     if (a.dtaps) {
-UNROLL
+      UNROLL
       for (int e = 0; e < P::E; e++) {
         Complex product = conjugate_times(number(input, e * P::T + t), x[e]);
         float2 &total = sum[e * P::T + t];
@@ -201,28 +209,32 @@ UNROLL
       }
     }
     if (of_input) {
-UNROLL
+      UNROLL
       for (int e = 0; e < P::E; e++)
         x[e] = conjugate_times(number(spectrum, e * P::T + t), x[e]);
-      for_each_output<P>(x, written, memory, a.table, t, sync, [&](int i, float value) {
-        if (i < out) value = multiply_add(skip, upstream(i), value);
-        if (dpre.there()) dpre.put(i, u[i] * value);
-        if (du.there()) du.put(i, pre.there() ? pre[i] * value : value);
-      });
+      restore_row<P>(x, memory, a.table, t, sync);
+      if (a.skip)
+        for_each<P>(t, written < out ? written : out, [&](int e, int i) {
+          x[e].re = multiply_add(skip, upstream(i), x[e].re);
+        });
+      if (dpre.there()) for_each<P>(t, written, [&](int e, int i) { dpre.put(i, u[i] * x[e].re); });
+      if (du.there()) {
+        if (pre.there()) for_each<P>(t, written, [&](int e, int i) { x[e].re *= pre[i]; });
+        for_each<P>(t, written, [&](int e, int i) { du.put(i, x[e].re); });
+      }
     } else {
       sync();
     }
-    if (a.dskip) {
-UNROLL
-      for (int e = 0; e < P::E; e++)
-        if (int i = W::index(t, e); i < n && i < out) dskip = multiply_add(gated(i), upstream(i), dskip);
-    }
+    if (a.dskip)
+      for_each<P>(t, n < out ? n : out, [&](int, int i) {
+        dskip = multiply_add(gated(i), upstream(i), dskip);
+      });
   }
 
   const int64_t row = slice * s.channels + channel;
   if (a.dtaps) {
     sync();
-UNROLL
+    UNROLL
     for (int e = 0; e < P::E; e++) {
       Complex total = number(sum, e * P::T + t);
       x[e] = {total.re / P::N, s.mirrored ? -total.im / P::N : total.im / P::N};
@@ -230,7 +242,7 @@ UNROLL
     W::inverse(x, memory, a.table, t, sync);
     float *to = a.dtaps + row * s.count;
     const int first = s.first, count = active ? s.count : 0;
-UNROLL
+    UNROLL
     for (int e = 0; e < P::E; e++) {
       Complex w = times(x[e], W::twist(a.table, t, e));
       int ahead = W::index(t, e) - first, behind = ahead - P::N;

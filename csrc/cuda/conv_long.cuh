@@ -142,8 +142,8 @@ DEVICE void restore_block(const Chunk &a, int64_t item, int t, float2 *memory, S
   Complex z[P::E];
   UNROLL
   for (int e = 0; e < P::E; e++) z[e] = number(from, e * P::T + t);
-  for_each_output<P>(z, left < P::N ? (int)left : P::N, memory, a.table, t, sync,
-                     [&](int i, float value) { y.put(i, value); });
+  restore_row<P>(z, memory, a.table, t, sync);
+  for_each<P>(t, left < P::N ? (int)left : P::N, [&](int e, int i) { y.put(i, z[e].re); });
 }
 
 // Number f of D[m] for C of them from low + `first` on, of a channel, summed over the samples: what
@@ -208,8 +208,9 @@ DEVICE void restore_taps(const Chunk &a, int64_t item, int t, float2 *memory, Sy
   }
   float *to = a.dtaps + (a.channel + item / a.count) * s.count;
   const int64_t at = (a.low + block) * P::N - s.first;
-  for_each_output<P>(z, P::N, memory, a.table, t, sync, [&](int i, float value) {
-    if (at + i >= 0 && at + i < s.count) to[at + i] = value;
+  restore_row<P>(z, memory, a.table, t, sync);
+  for_each<P>(t, P::N, [&](int e, int i) {
+    if (at + i >= 0 && at + i < s.count) to[at + i] = z[e].re;
   });
 }
 

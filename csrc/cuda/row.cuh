@@ -48,7 +48,7 @@ struct Stage {
     constexpr int COUNT = INVERSE ? S : NODES;
     int at = INVERSE ? place(unit) : node(unit);
     Loaded<R> c;
-UNROLL
+    UNROLL
     for (int v = 0; v < R / 4; v++) {
       float4 two = table[v * COUNT + at];
       c.c[2 * v] = {two.x, two.y};
@@ -58,19 +58,19 @@ UNROLL
   }
 
   static DEVICE void write(const Complex *x, float2 *memory, int t) {
-UNROLL
+    UNROLL
     for (int g = 0; g < GROUPS; g++) {
       float2 *to = memory + first(unit(t, g));
-UNROLL
+      UNROLL
       for (int r = 0; r < R; r++) to[behind(r)] = make_float2(x[g * R + r].re, x[g * R + r].im);
     }
   }
 
   static DEVICE void read(Complex *x, const float2 *memory, int t) {
-UNROLL
+    UNROLL
     for (int g = 0; g < GROUPS; g++) {
       const float2 *from = memory + first(unit(t, g));
-UNROLL
+      UNROLL
       for (int r = 0; r < R; r++) {
         float2 both = from[behind(r)];
         x[g * R + r] = {both.x, both.y};
@@ -80,7 +80,7 @@ UNROLL
 
   template <bool INVERSE>
   static DEVICE void run(Complex *x, const float4 *table, int t) {
-UNROLL
+    UNROLL
     for (int g = 0; g < GROUPS; g++) {
       if constexpr (INVERSE ? STAGE == P::STAGES - 1 : STAGE == 0)
         stage<R, INVERSE>(x + g * R, Constants<INVERSE>());
@@ -132,7 +132,7 @@ struct Row {
       S::read(x, memory, t);
     }
     if constexpr (STAGE == 0 && REAL) {
-UNROLL
+      UNROLL
       for (int g = 0; g < S::GROUPS; g++) {
         level_of_reals<S::R>(x + g * S::R);
         fastattn::stage<S::R, false, 2>(x + g * S::R, Constants<false>());
