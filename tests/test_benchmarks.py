@@ -13,6 +13,8 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import report  # noqa: E402
 
+from fastattn import _tuning  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
@@ -90,3 +92,23 @@ def test_the_published_page_is_what_the_results_say(tmp_path):
     assert (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text() == report.page(
         found, tmp_path
     )
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "block_sparse", "linformer"])
+def test_the_search_puts_candidates_in_place_of_what_tuning_says(name):
+    search = pytest.importorskip("search")
+    tried = search.candidates(["num_warps=2,16", "maxnreg=0,96"])
+    assert len(tried) == 4
+    about = {"linear_attention": (64, 64, torch.bfloat16, False)}
+    about |= {"block_sparse": (64, 64, 128, torch.bfloat16)}
+    about |= {"linformer": (64, 64, 256, torch.bfloat16, False)}
+    op = search.OPS[name]
+    kernel = op.kernels["forward"][-1]
+    default = getattr(_tuning, op.tuning)
+    with search.Tiles(op) as tiles:
+        for candidate in tried:
+            tiles.chosen[kernel] = candidate
+            found = getattr(_tuning, op.tuning)(kernel, *about[name])
+            assert found["num_warps"] == candidate["num_warps"]
+            assert found.get("maxnreg", 0) == candidate["maxnreg"]
+    assert getattr(_tuning, op.tuning) is default
