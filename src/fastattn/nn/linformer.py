@@ -327,7 +327,8 @@ class LinformerAttention(MultiHead):
         ):
             part = F.linear(x, weight)
             if bias is not None:
-                part = part + of.mass(about.ignored).unsqueeze(-1) * bias
+                mass = of.mass(about.ignored).unsqueeze(-1)
+                part = torch.addcmul(part, mass.to(part.dtype), bias.to(part.dtype))
             parts.append(part)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in parts)
         return q, k, v
@@ -352,7 +353,8 @@ class LinformerAttention(MultiHead):
             return of_softmax(matrix, x, ignored)
         if self.interpolate:
             return Sum(resampled(matrix, s, ignored), None, ignored is not None)
-        return Sum(matrix.narrow(-1, 0, s), None)
+        # a narrow of everything would cost a copy in the backward pass
+        return Sum(matrix if s == matrix.shape[-1] else matrix.narrow(-1, 0, s), None)
 
     # From heads to outputs
 
