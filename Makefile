@@ -44,7 +44,7 @@ clean:
 	rm -rf .venv demo docs/_build build dist src/*.egg-info
 
 # .venv/<extra>.stamp: the virtual environment holds fastattn[<extra>].
-.venv/%.stamp: pyproject.toml constraints.txt
+.venv/%.stamp: pyproject.toml constraints.txt setup.py $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) -e '.[$*]'
 	touch $@

@@ -1,8 +1,8 @@
 """The native part, where it can be built; everything else is in pyproject.toml.
 
 FASTATTN_NATIVE: "auto" (what can be built), "0", "cpu", "cuda" (the same as auto), or "require"
-(as auto, but what fails to build fails the installation). FASTATTN_CUDA_ARCHS: for which GPUs, as
-in "90;100". What was built, or why not, is left in fastattn/_build_info.py.
+(both parts, else the installation fails). FASTATTN_CUDA_ARCHS: for which GPUs, as in "90;100". What
+was built, or why not, is left in fastattn/_build_info.py.
 """
 
 import os
@@ -21,7 +21,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
 MODE = os.environ.get("FASTATTN_NATIVE", "auto")
-ARCHS = os.environ.get("FASTATTN_CUDA_ARCHS", "80;86;90;100;120").replace(",", ";").split(";")
+ARCHS = os.environ.get("FASTATTN_CUDA_ARCHS", "")
+USUAL = ("80", "86", "90", "100", "120")
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 MODES = ("auto", "0", "cpu", "cuda", "require")
 
@@ -29,9 +30,23 @@ MODES = ("auto", "0", "cpu", "cuda", "require")
 def nvcc() -> str:
     """The compiler's path; raises with the reason if there is none."""
     home = os.environ.get("CUDA_HOME")
-    found = shutil.which("nvcc", path=f"{home}/bin" if home else None)
-    if found is None:
-        raise FileNotFoundError("nvcc is neither in $CUDA_HOME/bin nor on the PATH")
+    places = [f"{home}/bin"] if home else [None, "/usr/local/cuda/bin"]
+    for place in places:
+        if found := shutil.which("nvcc", path=place):
+            return found
+    raise FileNotFoundError(
+        "nvcc is neither in $CUDA_HOME/bin, on the PATH, nor in /usr/local/cuda"
+    )
+
+
+def archs(compiler: str) -> list[str]:
+    """Those asked for, or of the usual ones those that the compiler knows."""
+    if ARCHS:
+        return ARCHS.replace(",", ";").split(";")
+    known = run([compiler, "--list-gpu-arch"])
+    found = [x for x in USUAL if f"compute_{x}" in known.split()]
+    if not found:
+        raise RuntimeError(f"{compiler} compiles for none of {', '.join(USUAL)}")
     return found
 
 
@@ -59,6 +74,12 @@ class Build(build_ext):
     """Compiles what it can, and writes down what it did."""
 
     def run(self) -> None:
+        self.force = True  # what it is made of depends on more than its sources
+        self.info = {"cpu": False, "cuda": False, "reason": "FASTATTN_NATIVE=0"}
+        for folder in (Path(self.build_lib), ROOT / "src"):
+            for stale in (folder / "fastattn").glob("_C.*"):
+                if folder == Path(self.build_lib) or self.inplace or self.editable_mode:
+                    stale.unlink()
         super().run()
         folder = ROOT / "src" if self.inplace or self.editable_mode else Path(self.build_lib)
         path = folder / "fastattn" / "_build_info.py"
@@ -93,6 +114,8 @@ class Build(build_ext):
         try:
             compiler = nvcc()
         except FileNotFoundError as error:
+            if MODE == "require":
+                raise
             info["cuda reason"] = str(error)
             return []
         folder = Path(self.build_temp).absolute() / "cuda"
@@ -100,8 +123,6 @@ class Build(build_ext):
         flags = [
             *("-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
             *(f"-I{x}" for x in (CSRC, CSRC / "include", CSRC / "cuda")),
-            *(f"-gencode=arch=compute_{x},code=sm_{x}" for x in ARCHS),
-            f"-gencode=arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}",
         ]
         jobs = [("conv.cu", [], "conv.o"), ("conv_long.cu", [], "conv_long.o")]
         jobs += [("conv_length.cu", [f"-DFA_LENGTH={n}"], f"conv_{n}.o") for n in LENGTHS]
@@ -115,6 +136,9 @@ class Build(build_ext):
             return str(path)
 
         try:
+            targets = archs(compiler)
+            flags += [f"-gencode=arch=compute_{x},code=sm_{x}" for x in targets]
+            flags += [f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}"]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compile_one, jobs))
             runtime = static_runtime(compiler)
@@ -124,7 +148,7 @@ class Build(build_ext):
             info["cuda reason"] = short(error)
             return []
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-        info |= {"cuda": True, "archs": ARCHS, "nvcc": version.strip().splitlines()[-1]}
+        info |= {"cuda": True, "archs": targets, "nvcc": version.strip().splitlines()[-1]}
         return [*objects, runtime]
 
     def copy_extensions_to_source(self) -> None:
@@ -148,8 +172,13 @@ def extensions() -> list[Extension]:
         raise SystemExit(f"FASTATTN_NATIVE must be one of {', '.join(MODES)}, got {MODE!r}")
     if MODE == "0":
         return []
-    import pybind11  # only where it is built
-
+    try:
+        import pybind11
+    except ImportError:
+        if MODE == "require":
+            raise
+        print("no native part: pybind11 is not installed", flush=True)
+        return []
     windows = sys.platform == "win32"
     return [
         Extension(

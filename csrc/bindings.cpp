@@ -64,6 +64,14 @@ PYBIND11_MODULE(_C, m) {
            py::arg("first"), py::arg("count"), py::arg("mirrored"), py::arg("type"))
       .def_readwrite("length", &fa_conv_shape::length)
       .def_readwrite("slices", &fa_conv_shape::slices);
+  m.def("conv_cpu_slices", [](const fa_conv_shape &shape, int threads) {
+    return fa_conv_cpu_slices(&shape, threads);
+  });
+  m.def("conv_longest", [](int device) {
+    int64_t longest = 0;
+    check([&] { return fa_conv_longest(device, &longest); });
+    return longest;
+  });
   m.def("conv_length", [](const fa_conv_shape &shape) { return fa_conv_length(&shape); });
   m.def("conv_table_size", &fa_conv_table_size);
   m.def("conv_table", [](int64_t length, uintptr_t table) {

@@ -13,6 +13,7 @@ const char *fa_status_string(fa_status status) {
 }
 
 fa_status fa_cuda_available(void) { return FA_NO_CUDA; }
+fa_status fa_conv_longest(int, int64_t *) { return FA_NO_CUDA; }
 int64_t fa_conv_length(const fa_conv_shape *) { return 0; }
 int64_t fa_conv_table_size(int64_t) { return 0; }
 fa_status fa_conv_table(int64_t, float *) { return FA_NO_CUDA; }

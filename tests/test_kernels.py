@@ -51,3 +51,11 @@ def test_a_hook_may_change_how_saved_tensors_lie_in_memory(name):
         got = testing.value_and_grads(run, inputs)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+@every_op
+def test_views_of_negatives_are_seen_as_what_they_are(name):
+    run = partial(CALLS[name], backend="triton")
+    q, k, v = (torch.fft.fft(torch.randn(1, 2, 20, 8, device=DEVICE)).conj().imag for _ in range(3))
+    assert q.is_neg()
+    torch.testing.assert_close(run(q, k, v), run(q.clone(), k.clone(), v.clone()))

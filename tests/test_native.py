@@ -92,6 +92,8 @@ def test_without_any_compiler(tmp_path):
 def test_what_is_required_fails_if_it_cannot_be_built(tmp_path):
     said, _ = build(tmp_path, True, FASTATTN_NATIVE="require", **NO_COMPILER, **NO_NVCC)
     assert "no-such-compiler" in said
+    said, _ = build(tmp_path, True, FASTATTN_NATIVE="require", **NO_NVCC)
+    assert "nvcc is neither" in said
     said, _ = build(tmp_path, True, FASTATTN_NATIVE="maybe")
     assert "FASTATTN_NATIVE must be one of" in said
 
@@ -103,7 +105,7 @@ def test_everything_compiles_for_hopper_within_its_registers(tmp_path):
     assert info["cuda"] is True
     assert info["archs"] == ["90"]
     logs = sorted((tmp_path / "temp" / "cuda").glob("conv_*.log"))
-    assert len(logs) == 7
+    assert len(logs) == 8  # seven lengths, and long rows
     for log in logs:
         limited(log.read_text())
     assert "[1.0, 12.0, 23.0, 34.0]" in works(tmp_path)

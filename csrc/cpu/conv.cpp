@@ -11,7 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -421,44 +420,61 @@ class Worker {
   Array<V> line_, gate_, input_, upstream_, raw_, direct_;
 };
 
-// Calls f(worker, rows) by a number of threads, for every set of rows whose lanes share taps.
+// Whether lanes are channels, which each have taps, or samples of one: by how often a set of lanes
+// is transformed.
+static bool lanes_are_channels(const fa_conv_shape &s) {
+  auto sets = [](int64_t x) { return (x + LANES - 1) / LANES; };
+  return sets(s.channels) * (1 + 2 * s.batch) <= s.channels * (1 + 2 * sets(s.batch));
+}
+
+// How many sets of lanes have taps of their own, and how many sets of rows each of those has.
+static int64_t tap_sets(const fa_conv_shape &s) {
+  return lanes_are_channels(s) ? (s.channels + LANES - 1) / LANES : s.channels;
+}
+
+static int64_t row_sets(const fa_conv_shape &s) {
+  return lanes_are_channels(s) ? s.batch : (s.batch + LANES - 1) / LANES;
+}
+
+// The lanes of a set of rows.
+static Lanes lanes_of(const fa_conv_shape &s, int64_t taps, int64_t rows) {
+  Lanes lanes = {};
+  auto add = [&](int64_t b, int64_t c) {
+    lanes.sample[lanes.count] = b;
+    lanes.channel[lanes.count++] = c;
+  };
+  if (lanes_are_channels(s))
+    for (int64_t c = taps * LANES; c < s.channels && lanes.count < LANES; c++) add(rows, c);
+  else
+    for (int64_t b = rows * LANES; b < s.batch && lanes.count < LANES; b++) add(b, taps);
+  return lanes;
+}
+
+// Calls f(worker, sets of rows that share taps, slice) by a number of threads.
 template <class F>
 static fa_status for_each_item(const fa_conv_shape &s, int threads, F f) {
-  bool by_channel = s.channels * 2 > LANES;
-  int64_t items = by_channel ? (s.channels + LANES - 1) / LANES : s.channels;
-  auto item_of = [=](int64_t item) {
-    std::vector<Lanes> rows;
-    if (by_channel) {
-      for (int64_t b = 0; b < s.batch; b++) {
-        Lanes lanes = {};
-        for (int64_t c = item * LANES; c < s.channels && lanes.count < LANES; c++, lanes.count++)
-          lanes.sample[lanes.count] = b, lanes.channel[lanes.count] = c;
-        rows.push_back(lanes);
-      }
-    } else {
-      for (int64_t first = 0; first < s.batch; first += LANES) {
-        Lanes lanes = {};
-        for (int64_t b = first; b < s.batch && lanes.count < LANES; b++, lanes.count++)
-          lanes.sample[lanes.count] = b, lanes.channel[lanes.count] = item;
-        rows.push_back(lanes);
-      }
-    }
-    return rows;
-  };
+  const int64_t sets = tap_sets(s), rows = row_sets(s), items = sets * s.slices;
   std::atomic<int64_t> next{0};
   std::atomic<bool> fits{true};
   auto work = [&] {
     try {
       auto worker = f.worker();
-      for (int64_t item; (item = next++) < items;) f(worker, item_of(item));
-    } catch (const std::bad_alloc &) {
+      for (int64_t item; (item = next++) < items;) {
+        int64_t slice = item / sets;
+        std::vector<Lanes> each;
+        for (int64_t row = rows * slice / s.slices; row < rows * (slice + 1) / s.slices; row++)
+          each.push_back(lanes_of(s, item % sets, row));
+        f(worker, each, slice);
+      }
+    } catch (...) {  // there is nothing but memory to run out of
       fits = false;
     }
   };
   std::vector<std::thread> others;
   try {
+    others.reserve(threads);
     while ((int64_t)others.size() + 1 < std::min<int64_t>(threads, items)) others.emplace_back(work);
-  } catch (const std::system_error &) {  // no more threads: those there are do the work
+  } catch (...) {  // no more threads: those there are do the work
   }
   work();
   for (std::thread &thread : others) thread.join();
@@ -470,7 +486,7 @@ struct Forward {
   fa_tensor u, pre, post, y;
   const float *taps, *skip;
   Worker worker() const { return Worker(s, taps, skip); }
-  void operator()(Worker &worker, const std::vector<Lanes> &rows) const {
+  void operator()(Worker &worker, const std::vector<Lanes> &rows, int64_t) const {
     worker.set_taps(rows[0]);
     for (const Lanes &lanes : rows) worker.convolve(lanes, u, pre, post, y);
   }
@@ -482,11 +498,13 @@ struct Backward {
   const float *taps, *skip;
   float *dtaps, *dskip;
   Worker worker() const { return Worker(s, taps, skip); }
-  void operator()(Worker &worker, const std::vector<Lanes> &rows) const {
+  void operator()(Worker &worker, const std::vector<Lanes> &rows, int64_t slice) const {
+    float *of_taps = dtaps ? dtaps + slice * s.channels * s.count : nullptr;
+    float *of_skip = dskip ? dskip + slice * s.channels : nullptr;
     worker.set_taps(rows[0]);
     for (const Lanes &lanes : rows)
-      worker.gradients(lanes, u, pre, post, dy, du, dpre, dpost, dtaps != nullptr, dskip);
-    if (dtaps) worker.put_dtaps(rows[0], dtaps);
+      worker.gradients(lanes, u, pre, post, dy, du, dpre, dpost, of_taps != nullptr, of_skip);
+    if (of_taps) worker.put_dtaps(rows[0], of_taps);
   }
 };
 
@@ -497,12 +515,19 @@ using namespace fastattn;
 static bool valid(const fa_conv_shape *s) {
   int64_t low = s->mirrored ? -(s->first + s->count - 1) : s->first, high = low + s->count - 1;
   return s->batch > 0 && s->channels > 0 && s->group > 0 && s->channels % s->group == 0 &&
-         s->n > 0 && s->out > 0 && s->count > 0 && s->length > 1 &&
+         s->n > 0 && s->out > 0 && s->count > 0 && s->length > 1 && s->slices > 0 &&
+         s->slices <= row_sets(*s) &&
          (s->length & (s->length - 1)) == 0 && s->n <= s->length && s->out <= s->length &&
          high < s->length && low > -s->length;
 }
 
 extern "C" {
+
+int64_t fa_conv_cpu_slices(const fa_conv_shape *shape, int threads) {
+  if (shape->batch < 1 || shape->channels < 1) return 1;
+  int64_t sets = tap_sets(*shape), slices = (threads + sets - 1) / sets;
+  return std::max<int64_t>(1, std::min(slices, row_sets(*shape)));
+}
 
 fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                       fa_tensor y, const float *taps, const float *skip, int threads) {
@@ -516,8 +541,8 @@ fa_status fa_conv_backward_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tenso
                                float *dtaps, float *dskip, int threads) {
   if (!valid(shape) || !u.data || !dy.data || !taps) return FA_BAD_ARGUMENT;
   const fa_conv_shape &s = *shape;
-  if (dtaps) std::memset(dtaps, 0, s.channels * s.count * sizeof(float));
-  if (dskip) std::memset(dskip, 0, s.channels * sizeof(float));
+  if (dtaps) std::memset(dtaps, 0, s.slices * s.channels * s.count * sizeof(float));
+  if (dskip) std::memset(dskip, 0, s.slices * s.channels * sizeof(float));
   return for_each_item(
       s, threads, Backward{s, u, pre, post, dy, du, dpre, dpost, taps, skip, dtaps, dskip});
 }

@@ -1,4 +1,6 @@
 // Which length of transform a convolution takes, its table, and the calls that launch it.
+#include <atomic>
+
 #include "conv_launch.cuh"
 #include "device_guard.h"
 
@@ -34,11 +36,24 @@ static bool valid(const fa_conv_shape *s) {
          s->type >= FA_FLOAT32 && s->type <= FA_FLOAT16 && does(*s, s->length);
 }
 
-static int processors_of(int device) {
-  int count = 0;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess
-             ? count
-             : 1;
+// What is known of a device, asked for once.
+static fa_status device_of(int index, Device *device) {
+  constexpr int MOST = 64;
+  static std::atomic<uint64_t> known[MOST];  // processors, and above them shared memory
+  uint64_t found = index >= 0 && index < MOST ? known[index].load() : 0;
+  if (!found) {
+    OnDevice on(index);
+    int processors = 0, arch = 0;
+    cudaError_t error = on.error;
+    if (error == cudaSuccess)
+      error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index);
+    if (error == cudaSuccess) error = Length<256>::generation(&arch);
+    if (error != cudaSuccess) return taken(error);
+    found = (uint64_t)shared_of(arch) << 32 | processors;
+    if (index >= 0 && index < MOST) known[index] = found;
+  }
+  *device = {index, (int)(uint32_t)found, (int)(found >> 32)};
+  return FA_OK;
 }
 
 extern "C" {
@@ -56,8 +71,18 @@ const char *fa_status_string(fa_status status) {
 fa_status fa_cuda_available(void) {
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess) cudaGetLastError();  // not to be reported by who asks next
-  return error == cudaSuccess && count == 0 ? cudaErrorNoDevice : error;
+  return error == cudaSuccess && count == 0 ? cudaErrorNoDevice : taken(error);
+}
+
+fa_status fa_conv_longest(int index, int64_t *longest) {
+  Device device;
+  fa_status status = device_of(index, &device);
+  if (status != FA_OK) return status;
+  *longest = 0;
+  for (int64_t length : LENGTHS)
+    if (by_length(length, false, [&](auto of) { return decltype(of)::fits(device); }))
+      *longest = length;
+  return FA_OK;
 }
 
 int64_t fa_conv_length(const fa_conv_shape *shape) {
@@ -79,25 +104,29 @@ fa_status fa_conv_table(int64_t length, float *table) {
   });
 }
 
-int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int device) {
-  if (!valid(shape)) return 0;
+int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int index) {
+  Device device;
+  if (!valid(shape) || device_of(index, &device) != FA_OK) return 0;
   return by_length(shape->length, (int64_t)0, [&](auto of) {
-    return decltype(of)::workspace(*shape, backward, processors_of(device));
+    return decltype(of)::workspace(*shape, backward, device);
   });
 }
 
 fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                        fa_tensor y, const float *taps, const float *skip, const float *table,
-                       float *workspace, int device, void *stream) {
+                       float *workspace, int index, void *stream) {
   if (!valid(shape) || !u.data || !y.data || !taps || !table) return FA_BAD_ARGUMENT;
-  OnDevice on(device);
-  if (on.error != cudaSuccess) return on.error;
+  Device device;
+  fa_status status = device_of(index, &device);
+  if (status != FA_OK) return status;
+  OnDevice on(index);
+  if (on.error != cudaSuccess) return taken(on.error);
   Convolution a = {*shape, u, pre, post, y, taps, skip,
                    reinterpret_cast<const float4 *>(table), reinterpret_cast<float2 *>(workspace)};
   bool unit = true;
   for (const fa_tensor &x : {u, pre, post, y}) unit = unit && (!x.data || x.n == 1);
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    return (fa_status)decltype(of)::convolve(a, unit, processors_of(device), (cudaStream_t)stream);
+    return (fa_status)decltype(of)::convolve(a, unit, device, (cudaStream_t)stream);
   });
 }
 
@@ -105,17 +134,20 @@ fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tens
                                 fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
                                 fa_tensor dpost, const float *taps, const float *skip,
                                 float *dtaps, float *dskip, const float *table, float *workspace,
-                                int device, void *stream) {
+                                int index, void *stream) {
   if (!valid(shape) || !u.data || !dy.data || !taps || !table) return FA_BAD_ARGUMENT;
-  OnDevice on(device);
-  if (on.error != cudaSuccess) return on.error;
+  Device device;
+  fa_status status = device_of(index, &device);
+  if (status != FA_OK) return status;
+  OnDevice on(index);
+  if (on.error != cudaSuccess) return taken(on.error);
   Gradient a = {*shape, u, pre, post, dy, du, dpre, dpost, taps, skip, dtaps, dskip,
                 reinterpret_cast<const float4 *>(table), reinterpret_cast<float2 *>(workspace)};
   bool unit = true;
   for (const fa_tensor &x : {u, pre, post, dy, du, dpre, dpost})
     unit = unit && (!x.data || x.n == 1);
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    return (fa_status)decltype(of)::gradients(a, unit, processors_of(device), (cudaStream_t)stream);
+    return (fa_status)decltype(of)::gradients(a, unit, device, (cudaStream_t)stream);
   });
 }
 

@@ -6,18 +6,29 @@
 
 namespace fastattn {
 
-constexpr int SHARED = 227 * 1024;  // bytes a block may have on Hopper; less is asked for elsewhere
+// Bytes of shared memory that a block may have, by the generation that code was compiled for.
+ANYWHERE int shared_of(int arch) {
+  if (arch == 860 || arch == 890 || arch >= 1200) return 99 * 1024;
+  return arch >= 900 ? 227 * 1024 : 163 * 1024;
+}
+
+#ifdef __CUDA_ARCH__
+constexpr int HERE = shared_of(__CUDA_ARCH__);
+#else
+constexpr int HERE = 227 * 1024;
+#endif
 
 // What a block has: groups of threads for four warps, or one group. Of the N numbers each of the
-// spectrum of the taps, of the inputs and of the sum over samples, what does not fit into shared
+// spectrum of the taps, of the sum over samples and of the inputs, what does not fit into shared
 // memory beside the row is in a workspace, one for every block that runs.
-template <class P, bool BACKWARD>
+template <class P, bool BACKWARD, int SHARED>
 struct Block {
   static constexpr int GROUPS = P::T < 64 ? 128 / P::T : 1, THREADS = GROUPS * P::T;
   static constexpr int ROW = Row<P>::MEMORY, ALL = BACKWARD ? 3 : 1;
-  static constexpr int fitting() {
+  static constexpr bool FITS = GROUPS * ROW * 8 <= SHARED;
+  static ANYWHERE int fitting() {
     int count = ALL;
-    while (GROUPS * (ROW + count * P::N) * 8 > SHARED) count--;
+    while (count > 0 && GROUPS * (ROW + count * P::N) * 8 > SHARED) count--;
     return count;
   }
   static constexpr int SHARES = fitting(), ELSEWHERE = ALL - SHARES;
@@ -63,10 +74,10 @@ struct Add {
 };
 
 template <class P, class T, bool UNIT>
-__global__ void __launch_bounds__(Block<P, false>::THREADS, Block<P, false>::AT_ONCE)
+__global__ void __launch_bounds__(Block<P, false, HERE>::THREADS, Block<P, false, HERE>::AT_ONCE)
     convolve_kernel(const __grid_constant__ Convolution a) {
   extern __shared__ float2 shared[];
-  using B = Block<P, false>;
+  using B = Block<P, false, HERE>;
   const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
   float2 *memory = shared + group * B::EACH;
   float2 *spectrum = B::array(memory, a.workspace, group, 0);
@@ -79,10 +90,10 @@ __global__ void __launch_bounds__(Block<P, false>::THREADS, Block<P, false>::AT_
 }
 
 template <class P, class T, bool UNIT>
-__global__ void __launch_bounds__(Block<P, true>::THREADS, Block<P, true>::AT_ONCE)
+__global__ void __launch_bounds__(Block<P, true, HERE>::THREADS, Block<P, true, HERE>::AT_ONCE)
     gradient_kernel(const __grid_constant__ Gradient a) {
   extern __shared__ float2 shared[];
-  using B = Block<P, true>;
+  using B = Block<P, true, HERE>;
   const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
   float2 *memory = shared + group * B::EACH;
   float2 *spectrum = B::array(memory, a.workspace, group, 0);
@@ -96,36 +107,72 @@ __global__ void __launch_bounds__(Block<P, true>::THREADS, Block<P, true>::AT_ON
   }
 }
 
+// What the host has to know of a device.
+struct Device {
+  int index, processors;
+  int shared;  // as the code that runs there was compiled for
+};
+
 // How many blocks run: one for every item, or, where they have a workspace, as many as fit.
 template <class B>
-int64_t grid_of(const fa_conv_shape &shape, int multiprocessors) {
+int64_t grid_of(const fa_conv_shape &shape, const Device &device) {
   int64_t items = (shape.channels + B::GROUPS - 1) / B::GROUPS * shape.slices;
-  int64_t most = B::ELSEWHERE ? (int64_t)multiprocessors * B::AT_ONCE : (int64_t)INT32_MAX;
+  int64_t most = B::ELSEWHERE ? (int64_t)device.processors * B::AT_ONCE : (int64_t)INT32_MAX;
   return items < most ? items : most;
 }
 
-template <class B, class Kernel, class Arguments>
-cudaError_t start(Kernel kernel, const Arguments &arguments, int multiprocessors,
+// f(Block) for the block that a device's code has.
+template <class P, bool BACKWARD, class R, class F>
+R with_block(const Device &device, R none, F f) {
+  auto run = [&](auto block) {
+    if constexpr (decltype(block)::FITS) return f(block);
+    return none;
+  };
+  if (device.shared == 227 * 1024) return run(Block<P, BACKWARD, 227 * 1024>());
+  if (device.shared == 163 * 1024) return run(Block<P, BACKWARD, 163 * 1024>());
+  return run(Block<P, BACKWARD, 99 * 1024>());
+}
+
+// An error that is returned is not to be reported once more by who launches next.
+inline cudaError_t taken(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+template <class P, bool BACKWARD, class Kernel, class Arguments>
+cudaError_t start(Kernel kernel, const Arguments &arguments, const Device &device,
                   cudaStream_t stream) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, B::BYTES);
-  if (error != cudaSuccess) return error;
-  kernel<<<(unsigned)grid_of<B>(arguments.shape, multiprocessors), B::THREADS, B::BYTES, stream>>>(
-      arguments);
-  return cudaGetLastError();
+  return with_block<P, BACKWARD>(device, cudaErrorInvalidConfiguration, [&](auto block) {
+    using B = decltype(block);
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, B::BYTES);
+    if (error != cudaSuccess) return taken(error);
+    kernel<<<(unsigned)grid_of<B>(arguments.shape, device), B::THREADS, B::BYTES, stream>>>(
+        arguments);
+    return taken(cudaGetLastError());
+  });
 }
 
 // For one length; defined where FA_LENGTH is that.
 template <int N>
 struct Length {
   using P = Short<N>;
-  static cudaError_t convolve(const Convolution &a, bool unit, int processors, cudaStream_t stream);
-  static cudaError_t gradients(const Gradient &a, bool unit, int processors, cudaStream_t stream);
-  static int64_t workspace(const fa_conv_shape &shape, bool backward, int processors) {
-    using F = Block<P, false>;
-    using G = Block<P, true>;
-    return backward ? grid_of<G>(shape, processors) * G::GROUPS * G::ELSEWHERE * N * 2
-                    : grid_of<F>(shape, processors) * F::GROUPS * F::ELSEWHERE * N * 2;
+  static cudaError_t convolve(const Convolution &a, bool unit, const Device &device,
+                              cudaStream_t stream);
+  static cudaError_t gradients(const Gradient &a, bool unit, const Device &device,
+                               cudaStream_t stream);
+  // What generation its code was compiled for that runs on the current device.
+  static cudaError_t generation(int *arch);
+  static bool fits(const Device &device) {
+    return with_block<P, true>(device, false, [](auto) { return true; });
+  }
+  static int64_t workspace(const fa_conv_shape &shape, bool backward, const Device &device) {
+    auto floats = [&](auto block) {
+      using B = decltype(block);
+      return grid_of<B>(shape, device) * B::GROUPS * B::ELSEWHERE * N * 2;
+    };
+    return backward ? with_block<P, true>(device, (int64_t)0, floats)
+                    : with_block<P, false>(device, (int64_t)0, floats);
   }
 };
 

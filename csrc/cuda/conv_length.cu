@@ -6,15 +6,15 @@ namespace fastattn {
 constexpr bool ANY_STRIDE = FA_LENGTH <= 2048;  // beyond it the caller lays rows out side by side
 
 template <bool UNIT, class T>
-static cudaError_t convolve_as(const Convolution &a, int processors, cudaStream_t stream) {
+static cudaError_t convolve_as(const Convolution &a, const Device &device, cudaStream_t stream) {
   using P = Short<FA_LENGTH>;
-  return start<Block<P, false>>(convolve_kernel<P, T, UNIT>, a, processors, stream);
+  return start<P, false>(convolve_kernel<P, T, UNIT>, a, device, stream);
 }
 
 template <bool UNIT, class T>
-static cudaError_t gradients_as(const Gradient &a, int processors, cudaStream_t stream) {
+static cudaError_t gradients_as(const Gradient &a, const Device &device, cudaStream_t stream) {
   using P = Short<FA_LENGTH>;
-  return start<Block<P, true>>(gradient_kernel<P, T, UNIT>, a, processors, stream);
+  return start<P, true>(gradient_kernel<P, T, UNIT>, a, device, stream);
 }
 
 // f(zero of the type).
@@ -26,25 +26,34 @@ static cudaError_t by_type(fa_type type, F f) {
 }
 
 template <>
-cudaError_t Length<FA_LENGTH>::convolve(const Convolution &a, bool unit, int processors,
+cudaError_t Length<FA_LENGTH>::convolve(const Convolution &a, bool unit, const Device &device,
                                         cudaStream_t stream) {
   return by_type(a.shape.type, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (ANY_STRIDE)
-      if (!unit) return convolve_as<false, T>(a, processors, stream);
-    return unit ? convolve_as<true, T>(a, processors, stream) : cudaErrorInvalidValue;
+      if (!unit) return convolve_as<false, T>(a, device, stream);
+    return unit ? convolve_as<true, T>(a, device, stream) : cudaErrorInvalidValue;
   });
 }
 
 template <>
-cudaError_t Length<FA_LENGTH>::gradients(const Gradient &a, bool unit, int processors,
+cudaError_t Length<FA_LENGTH>::gradients(const Gradient &a, bool unit, const Device &device,
                                          cudaStream_t stream) {
   return by_type(a.shape.type, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (ANY_STRIDE)
-      if (!unit) return gradients_as<false, T>(a, processors, stream);
-    return unit ? gradients_as<true, T>(a, processors, stream) : cudaErrorInvalidValue;
+      if (!unit) return gradients_as<false, T>(a, device, stream);
+    return unit ? gradients_as<true, T>(a, device, stream) : cudaErrorInvalidValue;
   });
+}
+
+template <>
+cudaError_t Length<FA_LENGTH>::generation(int *arch) {
+  cudaFuncAttributes found;
+  cudaError_t error =
+      cudaFuncGetAttributes(&found, convolve_kernel<Short<FA_LENGTH>, float, true>);
+  *arch = error == cudaSuccess ? 10 * found.ptxVersion : 0;
+  return taken(error);
 }
 
 }  // namespace fastattn

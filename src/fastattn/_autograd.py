@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float))
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether a call has to go through a Function; a transform may hide that it does."""
+    if forward_ad._current_level >= 0:  # the Function says that it has no forward derivative
+        return True
     if not torch.is_grad_enabled():
         return False
     transformed = torch._C._are_functorch_transforms_active()

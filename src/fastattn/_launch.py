@@ -81,8 +81,9 @@ def _first_launch(
 
 
 def dense(x: Tensor) -> Tensor:
-    """As kernels need it: last dimension contiguous, start aligned, rows less than 2^24 apart."""
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(-2) < 16777216:
+    """As kernels need it: last dimension contiguous, start aligned, rows less than 2^24 apart, and
+    not the view of what it is the negative of."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(-2) < 16777216 and not x.is_neg():
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -97,7 +98,7 @@ def whole(x: Tensor | None) -> Tensor | None: ...
 
 def whole(x: Tensor | None) -> Tensor | None:
     """Contiguous, and its start aligned."""
-    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0 and not x.is_neg()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -41,6 +41,9 @@ typedef struct {
   int64_t slices; /* that the samples are cut into, for one block each; 1 to batch */
 } fa_conv_shape;
 
+/* Up to how many inputs a row is one transform on a device; its status where nothing runs there. */
+fa_status fa_conv_longest(int device, int64_t *longest);
+
 /* The shortest transform that does it, or 0 if there is none. Ignores length and slices. */
 int64_t fa_conv_length(const fa_conv_shape *shape);
 
@@ -77,7 +80,9 @@ fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_ten
                                  int64_t channels, int device, void *stream);
 
 /* The whole on a CPU, for lengths that are any power of two not below n and out and above every lag;
- * in one slice, without table and workspace. They allocate, and know the roots of lengths before. */
+ * without table and workspace. They allocate, and know the roots of lengths before. Slices are at
+ * most as many as fa_conv_cpu_slices says for any number of threads. */
+int64_t fa_conv_cpu_slices(const fa_conv_shape *shape, int threads);
 fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                       fa_tensor y, const float *taps, const float *skip, int threads);
 fa_status fa_conv_backward_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,

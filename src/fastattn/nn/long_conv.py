@@ -217,7 +217,7 @@ class ToeplitzMix(nn.Module):
         if n > self.seq_len:
             raise ValueError(f"x has n = {n} tokens, the module is made for {self.seq_len}")
         x = _visible(x, key_padding_mask, self.channels)
-        gate = x if gate is None else gate
+        gate = x if gate is None else _visible(gate, key_padding_mask, self.channels)
         mixed = _visible(self.norm(x), key_padding_mask, self.channels)
         y = fft_conv(
             mixed.mT, self.taps, mode="bidirectional", reverse=_some(self.reverse), reverse_lag=1,

@@ -98,7 +98,7 @@ def fft_conv(
     if not u.numel():
         taps = taps[:, :0].sum() + sum(x.sum() for x in (u, *gates) if x is not None)
         return (u.new_zeros(*u.shape[:2], n + more) + taps).to(u.dtype)
-    run = _select(u, taps, lags, exact_causal, backend)
+    run = _select(u, lags, exact_causal, backend)
     with in_full_precision(u.device.type):
         if run == "native":
             return native_path.convolve(u, taps, lags, *gates)
@@ -110,8 +110,8 @@ def fft_conv(
         return torch_path.convolved(u, taps, lags, *gates, convolve=way)
 
 
-def _select(u: Tensor, taps: Tensor, lags: Lags, exact_causal: bool, backend: str | None) -> str:
-    native = native_path.refusal(u, taps.shape[1], lags)
+def _select(u: Tensor, lags: Lags, exact_causal: bool, backend: str | None) -> str:
+    native = native_path.refusal(u, lags)
     if exact_causal:
         native = "it has no exact_causal"
     ways = {"native": native, "torch": None, "reference": None}
@@ -162,13 +162,17 @@ def fft_conv_prefill(
         TypeError: A dtype is not floating.
         ValueError: A shape or device does not fit, or the state is of other inputs or taps.
     """
-    state = _start(u, k, state)
+    first, state = state is None, _start(u, k, state)
     taps, n = k.shape[1], u.shape[2]
+    if first:  # nothing to see before the first input
+        y = fft_conv(u, k, skip=skip, backend=backend)
+        x = F.pad(u, (max(taps - n, 0), 0))[..., max(n - taps, 0) :].to(state.inputs.dtype)
+        return y, ConvState(x.clone(), torch.zeros_like(state.position))
     back = torch.arange(-taps, 0, device=u.device)
     past = state.inputs[..., (state.position + back) % taps]  # oldest first
     x = torch.cat([past, u.to(past.dtype)], -1)
     y = fft_conv(x, k, skip=skip, backend=backend)[..., taps:].to(u.dtype)
-    return y, ConvState(x[..., n:], torch.zeros_like(state.position))
+    return y, ConvState(x[..., n:].clone(), torch.zeros_like(state.position))
 
 
 def fft_conv_step(
@@ -193,7 +197,7 @@ def fft_conv_step(
         raise ValueError(f"u_t must be (b, c, 1), got shape {tuple(u_t.shape)}")
     ring, position = _start(u_t, k, state)
     taps, x = k.shape[1], u_t.to(ring.dtype)
-    if torch.is_grad_enabled() and (ring.requires_grad or x.requires_grad):
+    if torch.is_grad_enabled() and any(y.requires_grad for y in (ring, x, k)):
         ring = ring.clone()
     ring.index_copy_(2, position.view(1), x)
     age = (position - torch.arange(taps, device=ring.device)) % taps  # of the place of the ring

@@ -16,41 +16,66 @@ from fastattn import _autograd, _native, _tuning
 from fastattn.ops.fft_conv_torch import MAPS, Convolve, Lags, convolved, lap
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LONGEST = 1 << 22
-FUSED = {"cpu": LONGEST, "cuda": 16384}  # up to here a row is one transform
+LONGEST = 1 << 22  # inputs of a row
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
-    "fft_conv(Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, int first, int out) "
-    "-> Tensor"
+    "fft_conv(Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, SymInt first, "
+    "SymInt out) -> Tensor"
 )
 _lib.define(
     "fft_conv_backward(Tensor dy, Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, "
-    "int first, bool[] wanted) -> Tensor[]"
+    "SymInt first, bool[] wanted) -> Tensor[]"
 )  # of u, taps, skip, pre and post, empty where not wanted
 
 
-def refusal(u: Tensor, taps: int, lags: Lags) -> str | None:
-    """Why it cannot run, with so many taps, or None."""
-    device = u.device.type
+def refusal(u: Tensor, lags: Lags) -> str | None:
+    """Why it cannot run, or None."""
+    device, longest = u.device.type, max(lags.n, lags.out)
     if u.dtype not in TYPES:
         return f"it has no {u.dtype}"
     reason = _native.refusal(device)
-    if reason is None and max(lags.n, lags.out) > LONGEST:
-        reason = f"it has rows of at most {LONGEST}, not of {max(lags.n, lags.out)}"
+    if reason is None and longest > LONGEST:
+        reason = f"it has rows of at most {LONGEST}, not of {longest}"
+    if reason is None and device == "cuda":
+        fused = _fused(u.device)
+        if isinstance(fused, str):
+            return fused
+        if longest > fused and u.shape[0] > 65535:
+            reason = f"it has at most 65535 samples of rows longer than {fused}"
     return reason
+
+
+@torch.compiler.assume_constant_result
+def _fused(device: torch.device) -> int | str:
+    """Up to how many numbers a row is one transform on a GPU, or why nothing runs there."""
+    return _fused_on(device)
+
+
+@cache
+def _fused_on(device: torch.device) -> int | str:
+    try:
+        longest: int = _native.part().conv_longest(device.index)
+    except RuntimeError as error:
+        return f"on {torch.cuda.get_device_name(device)}: {error}"
+    return longest
 
 
 def is_faster(u: Tensor, lags: Lags) -> bool:
     """Than torch.fft: on a CPU its rows fill vectors, and go through the cache side by side."""
-    return u.device.type != "cpu" or max(lags.n, lags.out) <= _tuning.fft_conv_longest()
+    if u.device.type != "cpu":
+        return True
+    longest, fewest = _tuning.fft_conv_on_cpu()
+    return max(lags.n, lags.out) <= longest and u.shape[0] * u.shape[1] >= fewest
+
+
+def _most(lags: Lags, taps: int) -> int:
+    """What the length of a transform must not be below."""
+    return max(lags.n, lags.out, 2, abs(lags.first) + 1, abs(lags.first + taps - 1) + 1)
 
 
 def _length(lags: Lags, taps: int) -> int:
     """The least power of two that a transform may have."""
-    most = max(lags.n, lags.out, 2)
-    if not lags.circular:
-        most = max(most, abs(lags.first) + 1, abs(lags.first + taps - 1) + 1)
-    return 1 << (most - 1).bit_length()
+    return 1 << (_most(lags, taps) - 1).bit_length()
 
 
 def convolve(
@@ -66,7 +91,7 @@ def convolve(
         one = lap(taps, lags)
         one = F.pad(one, (0, lags.n - one.shape[1]))
         taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
-    if _length(lags, taps.shape[1]) > FUSED[u.device.type]:
+    if u.device.type == "cuda" and _most(lags, taps.shape[1]) > _fused(u.device):
         return _convolve_long(u, taps, lags, skip, pre, post)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
@@ -95,12 +120,18 @@ class _FFTConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        u, taps, skip, pre, post = given = ctx.saved_tensors
+        given = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:5])
         if torch.is_grad_enabled():  # a derivative of this one is wanted
-            with torch.enable_grad():
-                y = convolved(u, taps, Lags(ctx.first, u.shape[2], ctx.out), skip, pre, post)
-                leaves = [x for x, want in zip(given, wanted, strict=True) if want]
+            with torch.enable_grad():  # views, since one input may be a function of another
+                views = [None if x is None else x.view_as(x) for x in given]
+                u, taps, *others = views
+                assert u is not None
+                assert taps is not None
+                y = convolved(u, taps, Lags(ctx.first, u.shape[2], ctx.out), *others)
+                leaves = [
+                    x for x, want in zip(views, wanted, strict=True) if want and x is not None
+                ]
                 found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True))
             return *(next(found) if want else None for want in wanted), None, None
         operator = torch.ops.fastattn.fft_conv_backward.default
@@ -149,6 +180,7 @@ def _shape(u: Tensor, taps: Tensor, first: int, out: int) -> Any:
     shape = part.ConvShape(b, c, c // groups, n, out, first, count, False, TYPES[u.dtype])
     if u.device.type == "cpu":
         shape.length = _length(Lags(first, n, out), count)
+        shape.slices = part.conv_cpu_slices(shape, torch.get_num_threads())
     else:
         shape.length = part.conv_length(shape)
         shape.slices = _tuning.fft_conv_slices(b, c, u.device)
@@ -156,7 +188,10 @@ def _shape(u: Tensor, taps: Tensor, first: int, out: int) -> Any:
 
 
 def _at(x: Tensor | None) -> tuple[int, ...] | None:
-    return None if x is None or x.numel() == 0 else (x.data_ptr(), *x.stride())
+    if x is None or x.numel() == 0:
+        return None
+    b, c, n = x.stride()
+    return x.data_ptr(), b, c, 1 if x.shape[2] == 1 else n
 
 
 def _address(x: Tensor | None) -> int:
@@ -165,18 +200,23 @@ def _address(x: Tensor | None) -> int:
 
 @cache
 def _table(length: int, device: torch.device) -> Tensor:
-    """The roots of a transform, on a device."""
+    """The roots of a transform, on a device; the first time synchronises."""
     part = _native.part()
-    table = torch.empty(part.conv_table_size(length), dtype=torch.float32)
+    table = torch.empty(part.conv_table_size(length), dtype=torch.float32, device="cpu")
     part.conv_table(length, table.data_ptr())
     return table.to(device)
 
 
-def _readable(shape: Any, *tensors: Tensor | None) -> list[Any]:
-    """Of any strides, or contiguous where only such rows can be read."""
-    if shape.length <= 2048:
+def _resolved(*tensors: Tensor | None) -> list[Any]:
+    """Not views of what they are the negatives of."""
+    return [x if x is None else x.resolve_neg() for x in tensors]
+
+
+def _reachable(shape: Any, *tensors: Tensor) -> list[Any]:
+    """As they are, or contiguous where only such rows can be read, or written."""
+    if shape.length <= 2048 or tensors[0].device.type == "cpu":
         return list(tensors)
-    return [x if x is None or x.device.type == "cpu" else x.contiguous() for x in tensors]
+    return [x if x is None else x.contiguous() for x in tensors]
 
 
 def _cuda(shape: Any, backward: bool, device: torch.device) -> tuple[Any, ...]:
@@ -198,17 +238,18 @@ def _forward(
     first: int,
     out: int,
 ) -> Tensor:
-    shape = _shape(u, taps, first, out)
-    u, pre, post = _readable(shape, u, pre, post)
-    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    u, taps, skip, pre, post = _resolved(u, taps, skip, pre, post)
     y = _like(u, out)
-    about = (shape, _at(u), _at(pre), _at(post), _at(y), _address(taps), _address(skip))
+    shape = _shape(u, taps, first, out)
+    u, pre, post, made = _reachable(shape, u, pre, post, y)
+    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    about = (shape, _at(u), _at(pre), _at(post), _at(made), _address(taps), _address(skip))
     if u.device.type == "cpu":
         _native.part().conv_cpu(*about, torch.get_num_threads())
     else:
         launch, _ = _cuda(shape, False, u.device)
         _native.part().conv_cuda(*about, *launch)
-    return y
+    return y if made is y else y.copy_(made)
 
 
 def _backward(
@@ -221,12 +262,13 @@ def _backward(
     first: int,
     wanted: list[bool],
 ) -> list[Tensor]:
+    dy, u, taps, skip, pre, post = _resolved(dy, u, taps, skip, pre, post)
+    grads = _gradients(u, taps, skip, pre, post, wanted)
     shape = _shape(u, taps, first, dy.shape[2])
     c, groups = u.shape[1], taps.shape[0]
-    dy, u, pre, post = _readable(shape, dy, u, pre, post)
+    of_rows = [grads[0], grads[3], grads[4]]
+    dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
     taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
-    grads = _gradients(u, taps, skip, pre, post, wanted)
-    du, dtaps, dskip, dpre, dpost = grads
     each_taps, each_skip = (
         taps.new_empty(shape.slices * c * size if want else 0)
         for size, want in ((taps.shape[1], wanted[1]), (1, wanted[2]))
@@ -241,9 +283,12 @@ def _backward(
         launch, _ = _cuda(shape, True, u.device)
         _native.part().conv_backward_cuda(*about, *launch)
     if wanted[1]:
-        torch.sum(each_taps.view(shape.slices, groups, c // groups, -1), (0, 2), out=dtaps)
+        torch.sum(each_taps.view(shape.slices, groups, c // groups, -1), (0, 2), out=grads[1])
     if wanted[2]:
-        torch.sum(each_skip.view(shape.slices, c), 0, out=dskip)
+        torch.sum(each_skip.view(shape.slices, c), 0, out=grads[2])
+    for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
+        if made is not x:
+            x.copy_(made)
     return grads
 
 
@@ -268,7 +313,9 @@ def _long_shape(u: Tensor, groups: int, count: int, lags: Lags) -> Any:
     shape = _native.part().ConvShape(
         b, c, c // groups, n, lags.out, lags.first, count, lags.mirrored, TYPES[u.dtype]
     )
-    shape.length = _tuning.fft_conv_block(max(n, lags.out))
+    fused = _fused_on(u.device)
+    assert isinstance(fused, int)
+    shape.length = min(_tuning.fft_conv_block(max(n, lags.out)), fused)
     return shape
 
 
@@ -281,10 +328,11 @@ def _chunks(shape: Any, u: Tensor, gradient: bool) -> tuple[int, Tensor]:
     return channels, torch.empty(size, dtype=torch.float32, device=u.device)
 
 
-def _long(u: Tensor, taps: Tensor, first: int, out: int, mirrored: bool) -> Tensor:
+def _long(u: Tensor, taps: Tensor, lags: Lags) -> Tensor:
+    u, taps = _resolved(u, taps)
     groups, count = taps.shape
-    shape = _long_shape(u, groups, count, Lags(first, u.shape[2], out, mirrored))
-    u, taps, y = u.contiguous(), taps.contiguous(), u.new_empty(*u.shape[:2], out)
+    shape = _long_shape(u, groups, count, lags)
+    u, taps, y = u.contiguous(), taps.contiguous(), u.new_empty(*u.shape[:2], lags.out)
     channels, workspace = _chunks(shape, u, False)
     stream = torch.cuda.current_stream(u.device).cuda_stream
     table = _table(shape.length, u.device)
@@ -295,11 +343,10 @@ def _long(u: Tensor, taps: Tensor, first: int, out: int, mirrored: bool) -> Tens
     return y
 
 
-def _long_correlate(
-    u: Tensor, y: Tensor, groups: int, count: int, first: int, mirrored: bool
-) -> Tensor:
-    c, out = y.shape[1:]
-    shape = _long_shape(u, groups, count, Lags(first, u.shape[2], out, mirrored))
+def _long_correlate(u: Tensor, y: Tensor, groups: int, count: int, lags: Lags) -> Tensor:
+    u, y = _resolved(u, y)
+    c = y.shape[1]
+    shape = _long_shape(u, groups, count, lags)
     u, y = u.contiguous(), y.contiguous()
     dtaps = u.new_zeros(c, count, dtype=torch.float32)
     channels, workspace = _chunks(shape, u, True)
@@ -312,35 +359,7 @@ def _long_correlate(
     return dtaps.view(groups, c // groups, count).sum(1)
 
 
-_lib.define("fft_conv_long(Tensor u, Tensor taps, int first, int out, bool mirrored) -> Tensor")
-_lib.define(
-    "fft_conv_correlate(Tensor u, Tensor y, int groups, int count, int first, bool mirrored) "
-    "-> Tensor"
-)
-
-
-@torch.library.register_fake("fastattn::fft_conv_long", lib=_lib)
-def _(u: Any, taps: Any, first: int, out: int, mirrored: bool) -> Tensor:
-    made: Tensor = u.new_empty(*u.shape[:2], out)
-    return made
-
-
-@torch.library.register_fake("fastattn::fft_conv_correlate", lib=_lib)
-def _(u: Any, y: Any, groups: int, count: int, first: int, mirrored: bool) -> Tensor:
-    made: Tensor = u.new_empty(groups, count, dtype=torch.float32)
-    return made
-
-
-MAPS["native"] = (
-    lambda u, taps, lags: torch.ops.fastattn.fft_conv_long(
-        u, taps, lags.first, lags.out, lags.mirrored
-    ),
-    lambda u, y, groups, t, lags: torch.ops.fastattn.fft_conv_correlate(
-        u, y, groups, t, lags.first, lags.mirrored
-    ),
-)
+MAPS["native"] = (_long, _long_correlate)
 for _key in ("CUDA", "CPU"):
     _lib.impl("fft_conv", _forward, _key)
     _lib.impl("fft_conv_backward", _backward, _key)
-_lib.impl("fft_conv_long", _long, "CUDA")
-_lib.impl("fft_conv_correlate", _long_correlate, "CUDA")

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from fastattn import _autograd
+
 BLOCK = 64  # of inputs that are multiplied out, where nothing may come from later ones
 
 
@@ -37,12 +39,26 @@ class Lags(NamedTuple):
         return self._replace(n=self.out, out=self.n, mirrored=not self.mirrored)
 
 
+_lib = torch.library.Library("fastattn", "FRAGMENT")
+_lib.define(
+    "fft_conv_convolve(Tensor u, Tensor taps, SymInt first, SymInt out, bool mirrored, "
+    "bool circular, str way) -> Tensor"
+)
+_lib.define(
+    "fft_conv_correlate(Tensor u, Tensor y, SymInt groups, SymInt t, SymInt first, bool mirrored, "
+    "bool circular, str way) -> Tensor"
+)
+
+
 class Convolve(Function):
     """Inputs ``(b, c, n)``, taps ``(groups, t)``: outputs ``(b, c, out)``; a way is one of MAPS."""
 
     @staticmethod
     def forward(u: Tensor, taps: Tensor, lags: Lags, way: str) -> Tensor:
-        return MAPS[way][0](u, taps, lags)
+        about = (lags.first, lags.out, lags.mirrored, lags.circular, way)
+        operator = torch.ops.fastattn.fft_conv_convolve.default
+        out: Tensor = _autograd.call(operator, _convolve, u, taps, *about)
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -63,7 +79,10 @@ class Correlate(Function):
 
     @staticmethod
     def forward(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags, way: str) -> Tensor:
-        return MAPS[way][1](u, y, groups, t, lags)
+        about = (groups, t, lags.first, lags.mirrored, lags.circular, way)
+        operator = torch.ops.fastattn.fft_conv_correlate.default
+        out: Tensor = _autograd.call(operator, _correlate, u, y, *about)
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -108,7 +127,7 @@ def convolve(u: Tensor, taps: Tensor, lags: Lags) -> Tensor:
     if lags.circular:
         found = _laps_added(found, lags.n, lags.mirrored)
     start = lags.first if lags.mirrored else -lags.first
-    return _from(found, start, lags.out).flatten(1, 2)
+    return _from(found, start, lags.out).flatten(1, 2).contiguous()
 
 
 def correlate(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags) -> Tensor:
@@ -120,13 +139,49 @@ def correlate(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags) -> Tensor:
     if lags.circular:
         found = _laps_added(found, lags.n, backwards=True)
         return found[:, torch.arange(lags.first, lags.first + t, device=u.device) % lags.n]
-    return _from(found, lags.first, t)
+    return _from(found, lags.first, t).contiguous()
 
 
 # Of every way there is, the maps behind Convolve and Correlate.
 MAPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "torch": (convolve, correlate)
 }
+
+
+def _convolve(
+    u: Tensor, taps: Tensor, first: int, out: int, mirrored: bool, circular: bool, way: str
+) -> Tensor:
+    return MAPS[way][0](u, taps, Lags(first, u.shape[2], out, mirrored, circular))
+
+
+def _correlate(
+    u: Tensor,
+    y: Tensor,
+    groups: int,
+    t: int,
+    first: int,
+    mirrored: bool,
+    circular: bool,
+    way: str,
+) -> Tensor:
+    lags = Lags(first, u.shape[2], y.shape[2], mirrored, circular)
+    return MAPS[way][1](u, y, groups, t, lags)
+
+
+@torch.library.register_fake("fastattn::fft_conv_convolve", lib=_lib)
+def _(u: Any, taps: Any, first: Any, out: Any, *about: Any) -> Tensor:
+    made: Tensor = u.new_empty(u.shape[0], u.shape[1], out)
+    return made
+
+
+@torch.library.register_fake("fastattn::fft_conv_correlate", lib=_lib)
+def _(u: Any, y: Any, groups: Any, t: Any, *about: Any) -> Tensor:
+    made: Tensor = u.new_empty(groups, t, dtype=torch.promote_types(u.dtype, torch.float32))
+    return made
+
+
+_lib.impl("fft_conv_convolve", _convolve, "CompositeExplicitAutograd")
+_lib.impl("fft_conv_correlate", _correlate, "CompositeExplicitAutograd")
 
 
 def _grouped(u: Tensor, taps: Tensor) -> Tensor:
