@@ -29,6 +29,7 @@ check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	git ls-files csrc tests/native | xargs $(BIN)/clang-format --dry-run -Werror
 
 # Raw numbers to benchmarks/results/<device>/, then docs/benchmarks.md from all that is there.
 bench: .venv/bench.stamp

@@ -57,7 +57,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<fa_conv_shape>(m, "ConvShape")
       .def(py::init([](int64_t batch, int64_t channels, int64_t group, int64_t n, int64_t out,
                        int64_t first, int64_t count, bool mirrored, int type) {
-             return fa_conv_shape{batch, channels, group,    n, out, first,
+             return fa_conv_shape{batch, channels, group,         n, out, first,
                                   count, mirrored, (fa_type)type, 0, 1};
            }),
            py::arg("batch"), py::arg("channels"), py::arg("group"), py::arg("n"), py::arg("out"),
@@ -81,48 +81,48 @@ PYBIND11_MODULE(_C, m) {
     return fa_conv_workspace(&shape, backward, device);
   });
 
-  m.def("conv_cuda", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor y,
-                        uintptr_t taps, uintptr_t skip, uintptr_t table, uintptr_t workspace,
-                        int device, uintptr_t stream) {
-    check([&] {
-      return fa_conv_cuda(&shape, tensor(u), tensor(pre), tensor(post), tensor(y),
-                          pointer<float>(taps), pointer<float>(skip), pointer<float>(table),
-                          pointer<float>(workspace), device, pointer<void>(stream));
-    });
-  });
-  m.def("conv_backward_cuda",
-        [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor dy, Tensor du,
-           Tensor dpre, Tensor dpost, uintptr_t taps, uintptr_t skip, uintptr_t dtaps,
-           uintptr_t dskip, uintptr_t table, uintptr_t workspace, int device, uintptr_t stream) {
+  m.def("conv_cuda",
+        [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor y, uintptr_t taps,
+           uintptr_t skip, uintptr_t table, uintptr_t workspace, int device, uintptr_t stream) {
           check([&] {
-            return fa_conv_backward_cuda(
-                &shape, tensor(u), tensor(pre), tensor(post), tensor(dy), tensor(du), tensor(dpre),
-                tensor(dpost), pointer<float>(taps), pointer<float>(skip), pointer<float>(dtaps),
-                pointer<float>(dskip), pointer<float>(table), pointer<float>(workspace), device,
-                pointer<void>(stream));
+            return fa_conv_cuda(&shape, tensor(u), tensor(pre), tensor(post), tensor(y),
+                                pointer<float>(taps), pointer<float>(skip), pointer<float>(table),
+                                pointer<float>(workspace), device, pointer<void>(stream));
           });
         });
+  m.def("conv_backward_cuda", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post,
+                                 Tensor dy, Tensor du, Tensor dpre, Tensor dpost, uintptr_t taps,
+                                 uintptr_t skip, uintptr_t dtaps, uintptr_t dskip, uintptr_t table,
+                                 uintptr_t workspace, int device, uintptr_t stream) {
+    check([&] {
+      return fa_conv_backward_cuda(&shape, tensor(u), tensor(pre), tensor(post), tensor(dy),
+                                   tensor(du), tensor(dpre), tensor(dpost), pointer<float>(taps),
+                                   pointer<float>(skip), pointer<float>(dtaps),
+                                   pointer<float>(dskip), pointer<float>(table),
+                                   pointer<float>(workspace), device, pointer<void>(stream));
+    });
+  });
   m.def("conv_long_workspace", [](const fa_conv_shape &shape, int64_t channels, bool gradient) {
     return fa_conv_long_workspace(&shape, channels, gradient);
   });
-  m.def("conv_long_cuda", [](const fa_conv_shape &shape, Tensor u, Tensor y, uintptr_t taps,
-                             uintptr_t table, uintptr_t workspace, int64_t channels, int device,
-                             uintptr_t stream) {
-    check([&] {
-      return fa_conv_long_cuda(&shape, tensor(u), tensor(y), pointer<float>(taps),
-                               pointer<float>(table), pointer<float>(workspace), channels, device,
-                               pointer<void>(stream));
-    });
-  });
-  m.def("correlate_long_cuda", [](const fa_conv_shape &shape, Tensor u, Tensor y, uintptr_t dtaps,
-                                  uintptr_t table, uintptr_t workspace, int64_t channels,
-                                  int device, uintptr_t stream) {
-    check([&] {
-      return fa_correlate_long_cuda(&shape, tensor(u), tensor(y), pointer<float>(dtaps),
-                                    pointer<float>(table), pointer<float>(workspace), channels,
-                                    device, pointer<void>(stream));
-    });
-  });
+  m.def("conv_long_cuda",
+        [](const fa_conv_shape &shape, Tensor u, Tensor y, uintptr_t taps, uintptr_t table,
+           uintptr_t workspace, int64_t channels, int device, uintptr_t stream) {
+          check([&] {
+            return fa_conv_long_cuda(&shape, tensor(u), tensor(y), pointer<float>(taps),
+                                     pointer<float>(table), pointer<float>(workspace), channels,
+                                     device, pointer<void>(stream));
+          });
+        });
+  m.def("correlate_long_cuda",
+        [](const fa_conv_shape &shape, Tensor u, Tensor y, uintptr_t dtaps, uintptr_t table,
+           uintptr_t workspace, int64_t channels, int device, uintptr_t stream) {
+          check([&] {
+            return fa_correlate_long_cuda(&shape, tensor(u), tensor(y), pointer<float>(dtaps),
+                                          pointer<float>(table), pointer<float>(workspace),
+                                          channels, device, pointer<void>(stream));
+          });
+        });
   m.def("conv_cpu", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor y,
                        uintptr_t taps, uintptr_t skip, int threads) {
     check([&] {
@@ -130,15 +130,14 @@ PYBIND11_MODULE(_C, m) {
                          pointer<float>(taps), pointer<float>(skip), threads);
     });
   });
-  m.def("conv_backward_cpu",
-        [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor dy, Tensor du,
-           Tensor dpre, Tensor dpost, uintptr_t taps, uintptr_t skip, uintptr_t dtaps,
-           uintptr_t dskip, int threads) {
-          check([&] {
-            return fa_conv_backward_cpu(&shape, tensor(u), tensor(pre), tensor(post), tensor(dy),
-                                        tensor(du), tensor(dpre), tensor(dpost),
-                                        pointer<float>(taps), pointer<float>(skip),
-                                        pointer<float>(dtaps), pointer<float>(dskip), threads);
-          });
-        });
+  m.def("conv_backward_cpu", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post,
+                                Tensor dy, Tensor du, Tensor dpre, Tensor dpost, uintptr_t taps,
+                                uintptr_t skip, uintptr_t dtaps, uintptr_t dskip, int threads) {
+    check([&] {
+      return fa_conv_backward_cpu(&shape, tensor(u), tensor(pre), tensor(post), tensor(dy),
+                                  tensor(du), tensor(dpre), tensor(dpost), pointer<float>(taps),
+                                  pointer<float>(skip), pointer<float>(dtaps),
+                                  pointer<float>(dskip), threads);
+    });
+  });
 }

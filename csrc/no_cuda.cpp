@@ -5,10 +5,14 @@ extern "C" {
 
 const char *fa_status_string(fa_status status) {
   switch (status) {
-    case FA_OK: return "no error";
-    case FA_BAD_ARGUMENT: return "an argument of a convolution is out of its range";
-    case FA_OUT_OF_MEMORY: return "not enough memory";
-    default: return "built without CUDA";
+    case FA_OK:
+      return "no error";
+    case FA_BAD_ARGUMENT:
+      return "an argument of a convolution is out of its range";
+    case FA_OUT_OF_MEMORY:
+      return "not enough memory";
+    default:
+      return "built without CUDA";
   }
 }
 

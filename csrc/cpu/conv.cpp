@@ -1,8 +1,8 @@
 // Convolutions on a CPU: the transform of cuda/row.cuh, of LANES rows side by side in vectors.
 //
-// Rows never meet: a lane is a row. Lanes are channels, which each have taps, or where there are few
-// channels samples of one. A block of a tree is transformed whole before the next, so that what is
-// small stays in the cache.
+// Rows never meet: a lane is a row. Lanes are channels, which each have taps, or where there are
+// few channels samples of one. A block of a tree is transformed whole before the next, so that what
+// is small stays in the cache.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -276,8 +276,14 @@ class Array {
 class Worker {
  public:
   Worker(const fa_conv_shape &shape, const float *taps, const float *skip)
-      : s_(shape), transform_(transform_of(shape.length)), taps_(taps), skip_(skip),
-        spectrum_(shape.length), x_(shape.length), line_(shape.length), gate_(shape.length) {}
+      : s_(shape),
+        transform_(transform_of(shape.length)),
+        taps_(taps),
+        skip_(skip),
+        spectrum_(shape.length),
+        x_(shape.length),
+        line_(shape.length),
+        gate_(shape.length) {}
 
   void set_taps(const Lanes &lanes) {
     int64_t n = s_.length;
@@ -287,7 +293,8 @@ class Worker {
       const float *taps = taps_ + lanes.channel[l] / s_.group * s_.count;
       for (int64_t t = 0; t < s_.count; t++) {
         int64_t lag = s_.first + t;
-        (lag >= 0 ? spectrum_[lag].re : spectrum_[lag + n].im)[l] = (lag >= 0 ? taps[t] : -taps[t]) / n;
+        (lag >= 0 ? spectrum_[lag].re : spectrum_[lag + n].im)[l] =
+            (lag >= 0 ? taps[t] : -taps[t]) / n;
       }
       if (skip_) skip_lanes_[l] = skip_[lanes.channel[l]];
     }
@@ -296,8 +303,8 @@ class Worker {
       for (Number &k : spectrum_) k.im = -k.im;
   }
 
-  void convolve(const Lanes &lanes, const fa_tensor &u, const fa_tensor &pre,
-                const fa_tensor &post, const fa_tensor &y) {
+  void convolve(const Lanes &lanes, const fa_tensor &u, const fa_tensor &pre, const fa_tensor &post,
+                const fa_tensor &y) {
     gated(lanes, u, pre, s_.n, line_);
     transformed(line_, s_.n, x_);
     convolved(line_);
@@ -370,7 +377,8 @@ class Worker {
     for (int64_t t = 0; t < s_.count; t++) {
       int64_t lag = s_.first + t, at = lag >= 0 ? lag : lag + n;
       Complex w = transform_->twist(at);
-      V value = lag >= 0 ? w.re * x_[at].re - w.im * x_[at].im : -(w.re * x_[at].im + w.im * x_[at].re);
+      V value =
+          lag >= 0 ? w.re * x_[at].re - w.im * x_[at].im : -(w.re * x_[at].im + w.im * x_[at].re);
       for (int l = 0; l < lanes.count; l++) dtaps[lanes.channel[l] * s_.count + t] += value[l];
     }
     sum_.clear();  // for the next
@@ -473,7 +481,8 @@ static fa_status for_each_item(const fa_conv_shape &s, int threads, F f) {
   std::vector<std::thread> others;
   try {
     others.reserve(threads);
-    while ((int64_t)others.size() + 1 < std::min<int64_t>(threads, items)) others.emplace_back(work);
+    while ((int64_t)others.size() + 1 < std::min<int64_t>(threads, items))
+      others.emplace_back(work);
   } catch (...) {  // no more threads: those there are do the work
   }
   work();
@@ -516,9 +525,8 @@ static bool valid(const fa_conv_shape *s) {
   int64_t low = s->mirrored ? -(s->first + s->count - 1) : s->first, high = low + s->count - 1;
   return s->batch > 0 && s->channels > 0 && s->group > 0 && s->channels % s->group == 0 &&
          s->n > 0 && s->out > 0 && s->count > 0 && s->length > 1 && s->slices > 0 &&
-         s->slices <= row_sets(*s) &&
-         (s->length & (s->length - 1)) == 0 && s->n <= s->length && s->out <= s->length &&
-         high < s->length && low > -s->length;
+         s->slices <= row_sets(*s) && (s->length & (s->length - 1)) == 0 && s->n <= s->length &&
+         s->out <= s->length && high < s->length && low > -s->length;
 }
 
 extern "C" {
@@ -537,14 +545,14 @@ fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa
 
 fa_status fa_conv_backward_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
                                fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
-                               fa_tensor dpost, const float *taps, const float *skip,
-                               float *dtaps, float *dskip, int threads) {
+                               fa_tensor dpost, const float *taps, const float *skip, float *dtaps,
+                               float *dskip, int threads) {
   if (!valid(shape) || !u.data || !dy.data || !taps) return FA_BAD_ARGUMENT;
   const fa_conv_shape &s = *shape;
   if (dtaps) std::memset(dtaps, 0, s.slices * s.channels * s.count * sizeof(float));
   if (dskip) std::memset(dskip, 0, s.slices * s.channels * sizeof(float));
-  return for_each_item(
-      s, threads, Backward{s, u, pre, post, dy, du, dpre, dpost, taps, skip, dtaps, dskip});
+  return for_each_item(s, threads,
+                       Backward{s, u, pre, post, dy, du, dpre, dpost, taps, skip, dtaps, dskip});
 }
 
 }  // extern "C"

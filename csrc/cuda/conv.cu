@@ -12,14 +12,22 @@ static const int64_t LENGTHS[] = {256, 512, 1024, 2048, 4096, 8192, 16384};
 template <class R, class F>
 static R by_length(int64_t length, R none, F f) {
   switch (length) {
-    case 256: return f(Length<256>());
-    case 512: return f(Length<512>());
-    case 1024: return f(Length<1024>());
-    case 2048: return f(Length<2048>());
-    case 4096: return f(Length<4096>());
-    case 8192: return f(Length<8192>());
-    case 16384: return f(Length<16384>());
-    default: return none;
+    case 256:
+      return f(Length<256>());
+    case 512:
+      return f(Length<512>());
+    case 1024:
+      return f(Length<1024>());
+    case 2048:
+      return f(Length<2048>());
+    case 4096:
+      return f(Length<4096>());
+    case 8192:
+      return f(Length<8192>());
+    case 16384:
+      return f(Length<16384>());
+    default:
+      return none;
   }
 }
 
@@ -60,11 +68,16 @@ extern "C" {
 
 const char *fa_status_string(fa_status status) {
   switch (status) {
-    case FA_OK: return "no error";
-    case FA_BAD_ARGUMENT: return "an argument of a convolution is out of its range";
-    case FA_NO_CUDA: return "built without CUDA";
-    case FA_OUT_OF_MEMORY: return "not enough memory";
-    default: return cudaGetErrorString((cudaError_t)status);
+    case FA_OK:
+      return "no error";
+    case FA_BAD_ARGUMENT:
+      return "an argument of a convolution is out of its range";
+    case FA_NO_CUDA:
+      return "built without CUDA";
+    case FA_OUT_OF_MEMORY:
+      return "not enough memory";
+    default:
+      return cudaGetErrorString((cudaError_t)status);
   }
 }
 
@@ -92,9 +105,8 @@ int64_t fa_conv_length(const fa_conv_shape *shape) {
 }
 
 int64_t fa_conv_table_size(int64_t length) {
-  return by_length(length, (int64_t)0, [](auto of) {
-    return (int64_t)4 * Table<typename decltype(of)::P>::COUNT;
-  });
+  return by_length(length, (int64_t)0,
+                   [](auto of) { return (int64_t)4 * Table<typename decltype(of)::P>::COUNT; });
 }
 
 fa_status fa_conv_table(int64_t length, float *table) {
@@ -107,9 +119,8 @@ fa_status fa_conv_table(int64_t length, float *table) {
 int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int index) {
   Device device;
   if (!valid(shape) || device_of(index, &device) != FA_OK) return 0;
-  return by_length(shape->length, (int64_t)0, [&](auto of) {
-    return decltype(of)::workspace(*shape, backward, device);
-  });
+  return by_length(shape->length, (int64_t)0,
+                   [&](auto of) { return decltype(of)::workspace(*shape, backward, device); });
 }
 
 fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
@@ -121,33 +132,52 @@ fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, f
   if (status != FA_OK) return status;
   OnDevice on(index);
   if (on.error != cudaSuccess) return taken(on.error);
-  Convolution a = {*shape, u, pre, post, y, taps, skip,
-                   reinterpret_cast<const float4 *>(table), reinterpret_cast<float2 *>(workspace)};
+  Convolution a = {*shape,
+                   u,
+                   pre,
+                   post,
+                   y,
+                   taps,
+                   skip,
+                   reinterpret_cast<const float4 *>(table),
+                   reinterpret_cast<float2 *>(workspace)};
   bool unit = true;
   for (const fa_tensor &x : {u, pre, post, y}) unit = unit && (!x.data || x.n == 1);
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    return (fa_status)decltype(of)::convolve(a, unit, device, (cudaStream_t)stream);
+    return (fa_status) decltype(of)::convolve(a, unit, device, (cudaStream_t)stream);
   });
 }
 
 fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
                                 fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
-                                fa_tensor dpost, const float *taps, const float *skip,
-                                float *dtaps, float *dskip, const float *table, float *workspace,
-                                int index, void *stream) {
+                                fa_tensor dpost, const float *taps, const float *skip, float *dtaps,
+                                float *dskip, const float *table, float *workspace, int index,
+                                void *stream) {
   if (!valid(shape) || !u.data || !dy.data || !taps || !table) return FA_BAD_ARGUMENT;
   Device device;
   fa_status status = device_of(index, &device);
   if (status != FA_OK) return status;
   OnDevice on(index);
   if (on.error != cudaSuccess) return taken(on.error);
-  Gradient a = {*shape, u, pre, post, dy, du, dpre, dpost, taps, skip, dtaps, dskip,
-                reinterpret_cast<const float4 *>(table), reinterpret_cast<float2 *>(workspace)};
+  Gradient a = {*shape,
+                u,
+                pre,
+                post,
+                dy,
+                du,
+                dpre,
+                dpost,
+                taps,
+                skip,
+                dtaps,
+                dskip,
+                reinterpret_cast<const float4 *>(table),
+                reinterpret_cast<float2 *>(workspace)};
   bool unit = true;
   for (const fa_tensor &x : {u, pre, post, dy, du, dpre, dpost})
     unit = unit && (!x.data || x.n == 1);
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    return (fa_status)decltype(of)::gradients(a, unit, device, (cudaStream_t)stream);
+    return (fa_status) decltype(of)::gradients(a, unit, device, (cudaStream_t)stream);
   });
 }
 

@@ -1,9 +1,9 @@
 // Convolution of rows that one block transforms: a group of threads has a channel, makes the
 // spectrum of its taps, and walks the samples of its slice.
 //
-// A row of at most N inputs is a polynomial modulo x^N = i; so are the taps, whose negative lags are
-// -i times those of N higher. Real parts of the product are the convolution modulo x^2N = -1, which
-// no output that is asked for wraps around.
+// A row of at most N inputs is a polynomial modulo x^N = i; so are the taps, whose negative lags
+// are -i times those of N higher. Real parts of the product are the convolution modulo x^2N = -1,
+// which no output that is asked for wraps around.
 #pragma once
 
 #include "fastattn/fft_conv.h"
@@ -191,9 +191,8 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
         for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
         restore_row<P>(x, memory, a.table, t, sync);
         if (a.skip)
-          for_each<P>(t, n < written_out ? n : written_out, [&](int e, int i) {
-            x[e].re = multiply_add(skip, gated(i), x[e].re);
-          });
+          for_each<P>(t, n < written_out ? n : written_out,
+                      [&](int e, int i) { x[e].re = multiply_add(skip, gated(i), x[e].re); });
         for_each<P>(t, written_out, [&](int e, int i) { dpost.put(i, dy[i] * x[e].re); });
       } else {
         sync();
@@ -210,13 +209,11 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
     }
     if (of_input) {
       UNROLL
-      for (int e = 0; e < P::E; e++)
-        x[e] = conjugate_times(number(spectrum, e * P::T + t), x[e]);
+      for (int e = 0; e < P::E; e++) x[e] = conjugate_times(number(spectrum, e * P::T + t), x[e]);
       restore_row<P>(x, memory, a.table, t, sync);
       if (a.skip)
-        for_each<P>(t, written < out ? written : out, [&](int e, int i) {
-          x[e].re = multiply_add(skip, upstream(i), x[e].re);
-        });
+        for_each<P>(t, written < out ? written : out,
+                    [&](int e, int i) { x[e].re = multiply_add(skip, upstream(i), x[e].re); });
       if (dpre.there()) for_each<P>(t, written, [&](int e, int i) { dpre.put(i, u[i] * x[e].re); });
       if (du.there()) {
         if (pre.there()) for_each<P>(t, written, [&](int e, int i) { x[e].re *= pre[i]; });
@@ -226,9 +223,8 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
       sync();
     }
     if (a.dskip)
-      for_each<P>(t, n < out ? n : out, [&](int, int i) {
-        dskip = multiply_add(gated(i), upstream(i), dskip);
-      });
+      for_each<P>(t, n < out ? n : out,
+                  [&](int, int i) { dskip = multiply_add(gated(i), upstream(i), dskip); });
   }
 
   const int64_t row = slice * s.channels + channel;

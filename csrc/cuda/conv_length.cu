@@ -50,8 +50,7 @@ cudaError_t Length<FA_LENGTH>::gradients(const Gradient &a, bool unit, const Dev
 template <>
 cudaError_t Length<FA_LENGTH>::generation(int *arch) {
   cudaFuncAttributes found;
-  cudaError_t error =
-      cudaFuncGetAttributes(&found, convolve_kernel<Short<FA_LENGTH>, float, true>);
+  cudaError_t error = cudaFuncGetAttributes(&found, convolve_kernel<Short<FA_LENGTH>, float, true>);
   *arch = error == cudaSuccess ? 10 * found.ptxVersion : 0;
   return taken(error);
 }

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(256) multiply_kernel(const __grid_constant__ C
 }
 
 template <class P, class T>
-__global__ void __launch_bounds__(P::T, AT_ONCE<P>) restore_kernel(const __grid_constant__ Chunk a) {
+__global__ void __launch_bounds__(P::T, AT_ONCE<P>)
+    restore_kernel(const __grid_constant__ Chunk a) {
   extern __shared__ float2 memory[];
   restore_block<P, T, true>(a, blockIdx.x, threadIdx.x, memory, BlockSync<P>());
 }
@@ -82,8 +83,7 @@ static int64_t tap_rows(const Chunk &a) {
 }
 
 // The chunk of `channels` channels from `channel` on, within a workspace.
-static Chunk chunk_at(const fa_conv_shape &s, int64_t channel, int64_t channels,
-                      float *workspace) {
+static Chunk chunk_at(const fa_conv_shape &s, int64_t channel, int64_t channels, float *workspace) {
   Chunk a = chunk_of(s);
   a.channel = channel;
   a.channels = channels < s.channels - channel ? channels : s.channels - channel;
@@ -110,8 +110,8 @@ static void correlate_chunk(cudaError_t &error, const Chunk &a, cudaStream_t str
   const int64_t rows = s.batch * a.channels;
   start<P>(error, transform_kernel<P, T>, rows * a.blocks_in, stream, a, a.u, s.n, a.blocks_in,
            a.inputs);
-  start<P>(error, transform_kernel<P, T>, rows * a.blocks_out, stream, a, a.y, s.out,
-           a.blocks_out, a.outputs);
+  start<P>(error, transform_kernel<P, T>, rows * a.blocks_out, stream, a, a.y, s.out, a.blocks_out,
+           a.outputs);
   start_products(error, correlate_kernel, a.channels, a.count, a, stream);
   start<P>(error, restore_taps_kernel<P>, a.channels * a.count, stream, a);
 }
@@ -133,10 +133,17 @@ static fa_status for_each_chunk(const fa_conv_shape &s, int64_t channels, float 
       f(error, a, plan, 0.f);
     };
     switch (s.length) {
-      case 4096: with_plan(Short<4096>()); break;
-      case 8192: with_plan(Short<8192>()); break;
-      case 16384: with_plan(Short<16384>()); break;
-      default: return FA_BAD_ARGUMENT;
+      case 4096:
+        with_plan(Short<4096>());
+        break;
+      case 8192:
+        with_plan(Short<8192>());
+        break;
+      case 16384:
+        with_plan(Short<16384>());
+        break;
+      default:
+        return FA_BAD_ARGUMENT;
     }
   }
   if (error != cudaSuccess) cudaGetLastError();  // not to be reported by who launches next
@@ -158,9 +165,9 @@ int64_t fa_conv_long_workspace(const fa_conv_shape *shape, int64_t channels, int
   return 2 * shape->length * (rows + taps * a.count);
 }
 
-fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y,
-                            const float *taps, const float *table, float *workspace,
-                            int64_t channels, int device, void *stream) {
+fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y, const float *taps,
+                            const float *table, float *workspace, int64_t channels, int device,
+                            void *stream) {
   if (!u.data || !y.data || !taps || !table || u.n != 1 || y.n != 1) return FA_BAD_ARGUMENT;
   auto each = [&](cudaError_t &error, Chunk &a, auto plan, auto zero) {
     a.u = u, a.y = y, a.taps = taps, a.table = reinterpret_cast<const float4 *>(table);
@@ -169,9 +176,9 @@ fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y
   return for_each_chunk(*shape, channels, workspace, device, each);
 }
 
-fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y,
-                                 float *dtaps, const float *table, float *workspace,
-                                 int64_t channels, int device, void *stream) {
+fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y, float *dtaps,
+                                 const float *table, float *workspace, int64_t channels, int device,
+                                 void *stream) {
   if (!u.data || !y.data || !dtaps || !table || u.n != 1 || y.n != 1) return FA_BAD_ARGUMENT;
   auto each = [&](cudaError_t &error, Chunk &a, auto plan, auto zero) {
     a.u = u, a.y = y, a.dtaps = dtaps, a.table = reinterpret_cast<const float4 *>(table);

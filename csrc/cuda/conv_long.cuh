@@ -2,10 +2,10 @@
 // spectra.
 //
 // Output block i is what sum over j of K[i - j] U[j] transforms back to, its real part: U[j] is the
-// transform of input block j, K[m] that of the taps at lags mN + x, less i times those at mN + x - N,
-// which is how taps at all lags between two blocks look to the transform. Gradients of taps at lags
-// mN + x are the real part of what D[m] + i D[m + 1] transforms back to, where
-// D[m] = sum over j of conj(U[j]) Y[j + m].
+// transform of input block j, K[m] that of the taps at lags mN + x, less i times those at mN + x -
+// N, which is how taps at all lags between two blocks look to the transform. Gradients of taps at
+// lags mN + x are the real part of what D[m] + i D[m + 1] transforms back to, where D[m] = sum over
+// j of conj(U[j]) Y[j + m].
 //
 // A chunk is some channels side by side, of all samples; its rows are numbered sample by sample.
 #pragma once

@@ -5,15 +5,38 @@
 
 namespace fastattn {
 
-template <int N> struct PlanOf;
-template <> struct PlanOf<256> { using P = Plan<256, 16, 16, 16, 16>; };
-template <> struct PlanOf<512> { using P = Plan<512, 16, 16, 8, 8, 8>; };
-template <> struct PlanOf<1024> { using P = Plan<1024, 16, 16, 16, 16, 4>; };
-template <> struct PlanOf<2048> { using P = Plan<2048, 16, 16, 16, 16, 8>; };
-template <> struct PlanOf<4096> { using P = Plan<4096, 16, 16, 16, 16, 16>; };
-template <> struct PlanOf<8192> { using P = Plan<8192, 32, 16, 32, 16, 16>; };
-template <> struct PlanOf<16384> { using P = Plan<16384, 32, 16, 32, 32, 16>; };
-template <int N> using Short = typename PlanOf<N>::P;
+template <int N>
+struct PlanOf;
+template <>
+struct PlanOf<256> {
+  using P = Plan<256, 16, 16, 16, 16>;
+};
+template <>
+struct PlanOf<512> {
+  using P = Plan<512, 16, 16, 8, 8, 8>;
+};
+template <>
+struct PlanOf<1024> {
+  using P = Plan<1024, 16, 16, 16, 16, 4>;
+};
+template <>
+struct PlanOf<2048> {
+  using P = Plan<2048, 16, 16, 16, 16, 8>;
+};
+template <>
+struct PlanOf<4096> {
+  using P = Plan<4096, 16, 16, 16, 16, 16>;
+};
+template <>
+struct PlanOf<8192> {
+  using P = Plan<8192, 32, 16, 32, 16, 16>;
+};
+template <>
+struct PlanOf<16384> {
+  using P = Plan<16384, 32, 16, 32, 32, 16>;
+};
+template <int N>
+using Short = typename PlanOf<N>::P;
 
 // The numbers of Table<P>, in double precision until they are stored.
 template <class P>

@@ -30,7 +30,8 @@ struct Stage {
     for (int i = 0; i < STAGE; i++) size /= P::radix(i);
     return size;
   }
-  static constexpr int R = P::radix(STAGE), B = block(), S = B / R, GROUPS = P::E / R, NODES = P::N / B;
+  static constexpr int R = P::radix(STAGE), B = block(), S = B / R, GROUPS = P::E / R,
+                       NODES = P::N / B;
   static_assert(P::E % R == 0 && (S % P::PAD == 0 || P::PAD % S == 0), "see Stage::at");
 
   static DEVICE int unit(int t, int g) { return t + P::T * g; }

@@ -76,7 +76,8 @@ static void run(Case c) {
   fill_table<P>(table.data());
   const float4 *roots = reinterpret_cast<const float4 *>(table.data());
   int64_t rows = c.batch * c.channels;
-  Values u = normal(rows * c.n), dy = normal(rows * c.out), taps = normal(c.channels / c.group * c.count);
+  Values u = normal(rows * c.n), dy = normal(rows * c.out),
+         taps = normal(c.channels / c.group * c.count);
   Values pre, post, skip;
   if (c.gated) pre = normal(rows * c.n), post = normal(rows * c.out);
   if (c.skip) skip = normal(c.channels);
@@ -86,8 +87,12 @@ static void run(Case c) {
   std::vector<double> dtaps(c.channels * c.count), dskip(c.channels);
   for (int64_t row = 0; row < rows; row++) {
     int64_t channel = row % c.channels;
-    auto x = [&](int64_t i) { return (double)u[row * c.n + i] * (c.gated ? pre[row * c.n + i] : 1); };
-    auto g = [&](int64_t i) { return (double)dy[row * c.out + i] * (c.gated ? post[row * c.out + i] : 1); };
+    auto x = [&](int64_t i) {
+      return (double)u[row * c.n + i] * (c.gated ? pre[row * c.n + i] : 1);
+    };
+    auto g = [&](int64_t i) {
+      return (double)dy[row * c.out + i] * (c.gated ? post[row * c.out + i] : 1);
+    };
     std::vector<double> dx(c.n);
     for (int64_t i = 0; i < c.out; i++) {
       double sum = 0;
@@ -114,28 +119,51 @@ static void run(Case c) {
   }
 
   // what the kernels make
-  fa_conv_shape shape = {c.batch, c.channels, c.group, c.n, c.out, c.first, c.count, c.mirrored, FA_FLOAT32, P::N, c.slices};
-  Values got_y(rows * c.out, NAN), got_du(rows * c.n, NAN), got_dpre(c.gated ? rows * c.n : 0), got_dpost(c.gated ? rows * c.out : 0);
+  fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n,  c.out,   c.first,
+                         c.count, c.mirrored, FA_FLOAT32, P::N, c.slices};
+  Values got_y(rows * c.out, NAN), got_du(rows * c.n, NAN), got_dpre(c.gated ? rows * c.n : 0),
+      got_dpost(c.gated ? rows * c.out : 0);
   Values got_dtaps(c.slices * c.channels * c.count, 0), got_dskip(c.slices * c.channels, NAN);
   std::vector<float2> memory(Row<P>::MEMORY), spectrum(P::N), input(P::N), sum(P::N);
-  Convolution forward = {shape, tensor(u, c.channels, c.n), tensor(pre, c.channels, c.n), tensor(post, c.channels, c.out),
-                         tensor(got_y, c.channels, c.out), taps.data(), c.skip ? skip.data() : nullptr, roots, nullptr};
-  Gradient backward = {shape, forward.u, forward.pre, forward.post, tensor(dy, c.channels, c.out), tensor(got_du, c.channels, c.n),
-                       tensor(got_dpre, c.channels, c.n), tensor(got_dpost, c.channels, c.out), taps.data(), forward.skip,
-                       got_dtaps.data(), got_dskip.data(), roots, nullptr};
+  Convolution forward = {shape,
+                         tensor(u, c.channels, c.n),
+                         tensor(pre, c.channels, c.n),
+                         tensor(post, c.channels, c.out),
+                         tensor(got_y, c.channels, c.out),
+                         taps.data(),
+                         c.skip ? skip.data() : nullptr,
+                         roots,
+                         nullptr};
+  Gradient backward = {shape,
+                       forward.u,
+                       forward.pre,
+                       forward.post,
+                       tensor(dy, c.channels, c.out),
+                       tensor(got_du, c.channels, c.n),
+                       tensor(got_dpre, c.channels, c.n),
+                       tensor(got_dpost, c.channels, c.out),
+                       taps.data(),
+                       forward.skip,
+                       got_dtaps.data(),
+                       got_dskip.data(),
+                       roots,
+                       nullptr};
   for (int64_t slice = 0; slice < c.slices; slice++)
     for (int64_t channel = 0; channel < c.channels; channel++)
       group(P::T, [&](int t, auto sync, auto add) {
         convolve<P, float, true>(forward, channel, slice, t, memory.data(), spectrum.data(), sync);
         sync();
-        gradients<P, float, true>(backward, channel, slice, t, memory.data(), spectrum.data(), input.data(), sum.data(), sync, add);
+        gradients<P, float, true>(backward, channel, slice, t, memory.data(), spectrum.data(),
+                                  input.data(), sum.data(), sync, add);
       });
   for (int64_t slice = 1; slice < c.slices; slice++) {
-    for (int64_t i = 0; i < c.channels * c.count; i++) got_dtaps[i] += got_dtaps[slice * c.channels * c.count + i];
+    for (int64_t i = 0; i < c.channels * c.count; i++)
+      got_dtaps[i] += got_dtaps[slice * c.channels * c.count + i];
     for (int64_t i = 0; i < c.channels; i++) got_dskip[i] += got_dskip[slice * c.channels + i];
   }
-  std::printf("N=%d E=%d n=%d out=%d first=%d count=%d%s%s%s:", P::N, P::E, (int)c.n, (int)c.out, (int)c.first, (int)c.count,
-              c.mirrored ? " mirrored" : "", c.gated ? " gated" : "", c.skip ? " skip" : "");
+  std::printf("N=%d E=%d n=%d out=%d first=%d count=%d%s%s%s:", P::N, P::E, (int)c.n, (int)c.out,
+              (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "", c.gated ? " gated" : "",
+              c.skip ? " skip" : "");
   compare("y", got_y, y);
   compare("du", got_du, du);
   compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
@@ -157,22 +185,26 @@ static void run_long(Case c) {
       for (int64_t t = 0; t < c.count; t++) {
         int64_t lag = c.mirrored ? -(c.first + t) : c.first + t, from = i - lag;
         if (from < 0 || from >= c.n) continue;
-        y[row * c.out + i] += (double)taps[row % c.channels / c.group * c.count + t] * u[row * c.n + from];
+        y[row * c.out + i] +=
+            (double)taps[row % c.channels / c.group * c.count + t] * u[row * c.n + from];
         dtaps[row % c.channels * c.count + t] += (double)u[row * c.n + from] * dy[row * c.out + i];
       }
 
-  fa_conv_shape shape = {c.batch, c.channels, c.group, c.n, c.out, c.first, c.count, c.mirrored, FA_FLOAT32, N, 1};
+  fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n, c.out, c.first,
+                         c.count, c.mirrored, FA_FLOAT32, N,   1};
   Chunk a = chunk_of(shape);
   Values got(rows * c.out, NAN), got_dtaps(c.channels * c.count, 0);
   a.channels = c.channels;
   a.u = tensor(u, c.channels, c.n), a.y = tensor(got, c.channels, c.out);
   a.taps = taps.data(), a.dtaps = got_dtaps.data();
   a.table = reinterpret_cast<const float4 *>(table.data());
-  std::vector<float2> inputs(rows * a.blocks_in * N), outputs(rows * a.blocks_out * N), spectra(c.channels * a.count * N);
+  std::vector<float2> inputs(rows * a.blocks_in * N), outputs(rows * a.blocks_out * N),
+      spectra(c.channels * a.count * N);
   a.inputs = inputs.data(), a.outputs = outputs.data(), a.spectra = spectra.data();
   std::vector<float2> memory(Row<P>::MEMORY);
   auto each = [&](int64_t items, auto f) {
-    for (int64_t item = 0; item < items; item++) group(P::T, [&](int t, auto sync, auto) { f(item, t, sync); });
+    for (int64_t item = 0; item < items; item++)
+      group(P::T, [&](int t, auto sync, auto) { f(item, t, sync); });
   };
   auto transform = [&](fa_tensor x, int64_t length, int64_t blocks, float2 *to) {
     each(rows * blocks, [&](int64_t item, int t, auto sync) {
@@ -180,19 +212,23 @@ static void run_long(Case c) {
     });
   };
   transform(a.u, c.n, a.blocks_in, a.inputs);
-  each(tap_rows * a.count, [&](int64_t item, int t, auto sync) { transform_taps<P>(a, item, t, memory.data(), sync); });
+  each(tap_rows * a.count,
+       [&](int64_t item, int t, auto sync) { transform_taps<P>(a, item, t, memory.data(), sync); });
   for (int64_t row = 0; row < rows; row++)
     for (int64_t first = 0; first < a.blocks_out; first += C)
       for (int64_t f = 0; f < N; f++) multiply_blocks<C>(a, row, first, f);
-  each(rows * a.blocks_out, [&](int64_t item, int t, auto sync) { restore_block<P, float, true>(a, item, t, memory.data(), sync); });
+  each(rows * a.blocks_out, [&](int64_t item, int t, auto sync) {
+    restore_block<P, float, true>(a, item, t, memory.data(), sync);
+  });
 
   transform(tensor(dy, c.channels, c.out), c.out, a.blocks_out, a.outputs);
   for (int64_t channel = 0; channel < c.channels; channel++)
     for (int64_t first = 0; first < a.count; first += C)
       for (int64_t f = 0; f < N; f++) correlate_blocks<C>(a, channel, first, f);
-  each(c.channels * a.count, [&](int64_t item, int t, auto sync) { restore_taps<P>(a, item, t, memory.data(), sync); });
-  std::printf("blocks of N=%d, %d at a time, n=%d out=%d first=%d count=%d%s:", P::N, C, (int)c.n, (int)c.out, (int)c.first,
-              (int)c.count, c.mirrored ? " mirrored" : "");
+  each(c.channels * a.count,
+       [&](int64_t item, int t, auto sync) { restore_taps<P>(a, item, t, memory.data(), sync); });
+  std::printf("blocks of N=%d, %d at a time, n=%d out=%d first=%d count=%d%s:", P::N, C, (int)c.n,
+              (int)c.out, (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "");
   compare("y", got, y);
   compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
   std::printf("\n");

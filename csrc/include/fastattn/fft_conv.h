@@ -64,31 +64,32 @@ fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, f
  * than 2048 have to be contiguous, here and above. */
 fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
                                 fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
-                                fa_tensor dpost, const float *taps, const float *skip,
-                                float *dtaps, float *dskip, const float *table, float *workspace,
-                                int device, void *stream);
+                                fa_tensor dpost, const float *taps, const float *skip, float *dtaps,
+                                float *dskip, const float *table, float *workspace, int device,
+                                void *stream);
 
 /* Of rows longer than a transform takes, without gates and skip; rows have to be contiguous. They
- * are cut into blocks of `length`, 4096, 8192 or 16384, and worked on some channels at a time, of all
- * samples: at most 65535 rows. dtaps is (channels, count), where taps that reach nothing stay. */
+ * are cut into blocks of `length`, 4096, 8192 or 16384, and worked on some channels at a time, of
+ * all samples: at most 65535 rows. dtaps is (channels, count), where taps that reach nothing stay.
+ */
 int64_t fa_conv_long_workspace(const fa_conv_shape *shape, int64_t channels, int gradient);
-fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y,
-                            const float *taps, const float *table, float *workspace,
-                            int64_t channels, int device, void *stream);
-fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y,
-                                 float *dtaps, const float *table, float *workspace,
-                                 int64_t channels, int device, void *stream);
+fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y, const float *taps,
+                            const float *table, float *workspace, int64_t channels, int device,
+                            void *stream);
+fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y, float *dtaps,
+                                 const float *table, float *workspace, int64_t channels, int device,
+                                 void *stream);
 
-/* The whole on a CPU, for lengths that are any power of two not below n and out and above every lag;
- * without table and workspace. They allocate, and know the roots of lengths before. Slices are at
- * most as many as fa_conv_cpu_slices says for any number of threads. */
+/* The whole on a CPU, for lengths that are any power of two not below n and out and above every
+ * lag; without table and workspace. They allocate, and know the roots of lengths before. Slices are
+ * at most as many as fa_conv_cpu_slices says for any number of threads. */
 int64_t fa_conv_cpu_slices(const fa_conv_shape *shape, int threads);
 fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                       fa_tensor y, const float *taps, const float *skip, int threads);
 fa_status fa_conv_backward_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
                                fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
-                               fa_tensor dpost, const float *taps, const float *skip,
-                               float *dtaps, float *dskip, int threads);
+                               fa_tensor dpost, const float *taps, const float *skip, float *dtaps,
+                               float *dskip, int threads);
 
 /* Why CUDA cannot be used here, FA_OK if it can. Does not touch a device if there is none. */
 fa_status fa_cuda_available(void);
