@@ -566,6 +566,16 @@ assert grown < 4_000, f"{grown} KiB"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("first", [0, -3])
+def test_a_skip_is_a_tap_more_at_lag_0(first):
+    u, taps, skip = torch.randn(2, 6, 20), torch.randn(3, 9), torch.randn(6)
+    lags = Lags(first, 20, 20)
+    want = fft_conv_torch.convolved(u, taps, lags, skip, None, None)
+    taps = fft_conv_native.with_skip(taps, skip, first)
+    found = fft_conv_torch.convolved(u, taps, lags, None, None, None)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
 def test_lags_and_their_adjoint():
     lags = Lags(-2, 5, 7)
     assert lags.adjoint == Lags(-2, 7, 5, mirrored=True)

@@ -300,12 +300,21 @@ def _convolve_long(
     pre: Tensor | None,
     post: Tensor | None,
 ) -> Tensor:
-    """Of rows that are cut into blocks; gates and skip are torch's, in float32."""
+    """Of rows that are cut into blocks; gates are torch's, in float32."""
+    if skip is not None:
+        taps = with_skip(taps, skip, lags.first)
     way = lambda u, taps, lags: Convolve.apply(u, taps, lags, "native")  # noqa: E731
-    if skip is None and pre is None and post is None:
+    if pre is None and post is None:
         found: Tensor = way(u, taps, lags)
         return found
-    return convolved(u, taps, lags, skip, pre, post, convolve=way)
+    return convolved(u, taps, lags, None, pre, post, convolve=way)
+
+
+def with_skip(taps: Tensor, skip: Tensor, first: int) -> Tensor:
+    """Taps ``(c, t)`` of every channel that do what ``skip`` would do besides: lag 0 has more."""
+    groups, t = taps.shape
+    each = taps.repeat_interleave(len(skip) // groups, 0)
+    return each + F.pad(skip.unsqueeze(1), (-first, t - 1 + first))
 
 
 def _long_shape(u: Tensor, groups: int, count: int, lags: Lags) -> Any:
