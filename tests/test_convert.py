@@ -5,10 +5,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
-from fastattn import LinearAttention, convert, revert
+from fastattn import LinearAttention, PerformerAttention, convert, revert
 
 
 def transformer():
@@ -145,6 +148,131 @@ def test_what_cannot_be_converted_says_why_and_changes_nothing():
         convert(model, "linear")
     assert type(model.encoder.layers[0].self_attn) is nn.MultiheadAttention
     assert model.encoder.use_nested_tensor is True
+
+
+ENCODER = ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+DECODER = "decoder.layers.0.self_attn"
+CROSS = [f"decoder.layers.{layer}.multihead_attn" for layer in range(2)]
+
+
+class Other(nn.MultiheadAttention):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("filter", "want"),
+    [
+        ("encoder.*", ENCODER),
+        (["*.multihead_attn", "encoder.layers.1.*"], [ENCODER[1], *CROSS]),
+        (("encoder.layers.0.self_attn",), ENCODER[:1]),
+        (lambda module, name: "0" in name and module.dropout == 0, [ENCODER[0], DECODER, CROSS[0]]),
+        (Other, [DECODER]),
+    ],
+)
+def test_a_filter_swaps_what_it_asks_for_and_nothing_else(filter, want):
+    model = transformer()
+    model.decoder.layers[0].self_attn.__class__ = Other
+    before = {n: type(m) for n, m in model.named_modules()}
+    assert convert(model, "linear", filter=filter) == want
+    ours = [n for n, m in model.named_modules() if isinstance(m, LinearAttention)]
+    assert ours == want
+    assert model.encoder.use_nested_tensor is not any(name.startswith("enc") for name in want)
+    run(pickle.loads(pickle.dumps(model)))
+    assert revert(model) == want
+    assert {n: type(m) for n, m in model.named_modules()} == before
+    assert "_stock_class" not in vars(model.decoder.layers[0].self_attn)
+
+
+def test_parts_of_a_model_may_have_different_mechanisms_and_differ_in_their_directions():
+    model = transformer()
+    convert(model, "performer", filter="encoder.*", num_features=16)
+    convert(model, "performer", filter="decoder.*.self_attn", num_features=16, causal=True)
+    convert(model, "linear")
+    drawn = [m.projection for m in model.modules() if isinstance(m, PerformerAttention)]
+    assert len(drawn) == 4
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    whole = transformer()
+    convert(whole, "performer", num_features=16)
+    for name in ENCODER:  # the numbers do not depend on the filter
+        assert torch.equal(
+            whole.get_submodule(name).projection, model.get_submodule(name).projection
+        )
+    run(model)
+    assert len(revert(model)) == 6
+
+
+def test_options_by_layer_take_precedence_and_a_later_pattern_over_an_earlier_one():
+    model = transformer()
+    convert(
+        model,
+        "performer",
+        num_features=16,
+        layer_options={
+            "decoder.*.self_attn": {"causal": True},
+            "encoder.*": {"num_features": 8, "seed": 3},
+            "encoder.layers.1.*": {"num_features": 4},
+        },
+    )
+    got = {n: model.get_submodule(n) for n in [*ENCODER, DECODER, *CROSS]}
+    assert [m.num_features for m in got.values()] == [8, 4, 16, 16, 16]
+    assert [m.causal for m in got.values()] == [False, False, True, False, False]
+    assert [m.seed for m in got.values()] == [3, 3, 0, 0, 0]
+    run(model)  # source and target have different lengths: cross-attention is not causal
+
+
+def test_a_filter_or_an_option_by_layer_that_fits_nothing_is_an_error_and_changes_nothing():
+    model = transformer()
+    with pytest.raises(ValueError, match=r"filter: 'encodr\.\*' fits none of 'encoder\.layers"):
+        convert(model, "linear", filter=["encoder.*", "encodr.*"])
+    with pytest.raises(ValueError, match="selects none of 'encoder"):
+        convert(model, "linear", filter=lambda module, name: False)
+    with pytest.raises(ValueError, match="selects none of 'encoder"):
+        convert(model, "linear", filter=Other)
+    with pytest.raises(TypeError, match=r"a subclass, got Linear"):
+        convert(model, "linear", filter=nn.Linear)
+    with pytest.raises(TypeError, match=r"a function of \(module, name\), got int"):
+        convert(model, "linear", filter=3)
+    with pytest.raises(ValueError, match="layer_options: 'decoder"):
+        convert(model, "linear", filter="encoder.*", layer_options={"decoder.*": {"causal": True}})
+    with pytest.raises(TypeError, match="has no option cusal"):
+        convert(model, "linear", layer_options={"decoder.*": {"cusal": True}})
+    with pytest.raises(ValueError, match="feature_map must be one of"):
+        convert(model, "linear", layer_options={"*.1.self_attn": {"feature_map": "gelu"}})
+    assert not any(isinstance(m, LinearAttention) for m in model.modules())
+    convert(model, "linear", filter=ENCODER)
+    with pytest.raises(ValueError, match=r"encoder\.layers\.0\.self_attn is a LinearAttention"):
+        convert(model, "linear", filter="*")
+    model.decoder.layers[0].self_attn.__class__ = Other
+    model.decoder.layers[0].self_attn.temperature = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="is a Other with temperature, which"):
+        convert(model, "linear", filter=Other)
+
+
+@pytest.mark.parametrize("filter", [None, "encoder.*"])
+def test_what_is_parametrized_is_refused_where_it_is_asked_for(filter):
+    model = transformer()
+    parametrize.register_parametrization(
+        model.decoder.layers[1].self_attn, "in_proj_weight", nn.Identity()
+    )
+    if filter is None:
+        with pytest.raises(ValueError, match=r"decoder\.layers\.1\.self_attn is parametrized"):
+            convert(model, "linear")
+    else:
+        assert convert(model, "linear", filter=filter) == ENCODER
+
+
+def test_what_is_sharded_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = transformer()
+        for module in (model.encoder.layers[0], model.encoder.layers[1].self_attn):
+            sharded = copy.deepcopy(model)
+            name = next(n for n, m in model.named_modules() if m is module)
+            fully_shard(sharded.get_submodule(name), mesh=init_device_mesh("cpu", (1,)))
+            with pytest.raises(ValueError, match=r"self_attn is sharded: convert before sharding"):
+                convert(sharded, "linear")
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "relu", "squared_relu", "exp", "identity"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -9,54 +11,68 @@ from torch.nn.utils import parametrize
 
 from fastattn.nn import MECHANISMS, MultiHead
 
+Filter = str | Iterable[str] | type[nn.Module] | Callable[[nn.Module, str], bool]
 
-def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
-    """Give every ``nn.MultiheadAttention`` in a model another mechanism, in place.
+
+def convert(
+    model: nn.Module,
+    mechanism: str,
+    *,
+    filter: Filter | None = None,
+    layer_options: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Give the ``nn.MultiheadAttention`` modules in a model another mechanism, in place.
 
     The modules stay the same objects: parameters, optimizer, hooks, tied and named references all
-    keep working, and the state dict keeps its keys. Only modules whose type is exactly
-    ``nn.MultiheadAttention`` are swapped. ``use_nested_tensor`` is switched off in every
-    ``nn.TransformerEncoder``, which would otherwise hide the padding mask in a nested tensor.
+    keep working, and the state dict keeps its keys. Without a filter the modules whose type is
+    exactly ``nn.MultiheadAttention`` are swapped. ``use_nested_tensor`` is switched off in every
+    ``nn.TransformerEncoder`` that holds a swapped module: it would hide the padding mask in a
+    nested tensor.
     A mechanism computes another function than softmax attention: weights trained with softmax
-    need fine-tuning. The modules of a call are numbered, so that random directions differ by layer;
-    give each call another ``seed`` when you convert a model part by part. Options that add
-    parameters (``learned``, ``qk_norm``, ``num_global_tokens``, any of Linformer's) need them added
-    to an optimizer that exists. Options
-    go to every module alike: causal=True would make a decoder's cross-attention causal as well, so
-    convert such a model's parts one by one.
+    need fine-tuning. The attentions of ``model`` are numbered, so that random directions differ by
+    layer, and calls with different filters of one model agree on the numbers; give each call
+    another ``seed`` when you convert submodules one by one. Options that add parameters
+    (``learned``, ``qk_norm``, ``num_global_tokens``, any of Linformer's) need them added to an
+    optimizer that exists.
 
     Args:
         model: Any module, an ``nn.MultiheadAttention`` itself included.
         mechanism: A key of ``fastattn.MECHANISMS``.
-        options: Keywords of that mechanism's own, such as ``feature_map="relu"``.
+        filter: Which attentions to swap, by their dotted names, with the wildcards of ``fnmatch``
+            (``"encoder.*"``, or several such patterns), by exact type (a subclass of
+            ``nn.MultiheadAttention`` with its parameters), or by ``filter(module, name) -> bool``.
+            A module with several names goes by its first.
+        layer_options: Options for some of them: a pattern of names to keywords, which take
+            precedence over ``options``, a later pattern over an earlier one.
+            ``{"decoder.*.self_attn": {"causal": True}}`` leaves cross-attention as it is, which
+            ``causal=True`` would not.
+        options: Keywords of that mechanism's own, such as ``feature_map="relu"``, for all.
 
     Returns:
         The dotted names of the swapped modules; the model itself has the name "".
 
     Raises:
-        ValueError: The mechanism does not exist, there is nothing to swap, or a module is
-            parametrized or sharded. Nothing has been changed then.
-        TypeError: The mechanism has no such option.
+        ValueError: The mechanism does not exist, there is nothing to swap, a pattern fits no
+            module, or a module is parametrized, sharded or no plain multi-head attention. Nothing
+            has been changed then.
+        TypeError: The mechanism has no such option, or the filter is of no such kind.
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got {mechanism!r}")
     kind = MECHANISMS[mechanism]
-    unknown = options.keys() - set(kind.option_names())
-    if unknown:
-        raise TypeError(
-            f"mechanism {mechanism!r} has no option {', '.join(sorted(unknown))}; it takes "
-            f"{', '.join(kind.option_names())}"
-        )
-    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
-    for name, module in found.items():
-        _refuse(name, module)
-    swapped = {n: m for n, m in found.items() if type(m) is nn.MultiheadAttention}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    swapped = _select(layers, filter)
     if not swapped:
-        raise ValueError(
-            f"{type(model).__name__} has no nn.MultiheadAttention to swap"
-            + (f"; {', '.join(found)} are of another type already (revert first)" if found else "")
-        )
-    for module in swapped.values():
+        message = f"{type(model).__name__} has no nn.MultiheadAttention to swap"
+        if any(type(module) is nn.MultiheadAttention for module in layers.values()):
+            message = f"filter {filter!r} selects none of {_names(layers)}"
+        elif layers:
+            message += f"; {_names(layers)} are of another type already (revert first)"
+        raise ValueError(message)
+    wanted = _options(kind, mechanism, swapped, layer_options or {}, options)
+    for name, module in swapped.items():
+        _refuse(name, module)
         # a wrong value raises here, before anything has changed; meta draws no random number
         kind(
             module.embed_dim,
@@ -68,22 +84,30 @@ def convert(model: nn.Module, mechanism: str, **options: Any) -> list[str]:
             vdim=module.vdim,
             device="meta",
             dtype=module.out_proj.weight.dtype,
-            **options,
+            **wanted[name],
         )
-    for layer, module in enumerate(swapped.values()):
+    for layer, (name, module) in enumerate(layers.items()):
+        if name not in swapped:
+            continue
+        stock = type(module)
         module.__class__ = kind
         assert isinstance(module, MultiHead)
+        if stock is not nn.MultiheadAttention:
+            module._stock_class = stock
         module._qkv_same_embed_dim = False
         module._layer = layer
-        module._configure(**options)
+        module._configure(**wanted[name])
     for encoder in _encoders(model):
-        vars(encoder).setdefault("_stock_use_nested_tensor", encoder.use_nested_tensor)
-        encoder.use_nested_tensor = False
+        if any(isinstance(module, MultiHead) for module in encoder.modules()):
+            vars(encoder).setdefault("_stock_use_nested_tensor", encoder.use_nested_tensor)
+            encoder.use_nested_tensor = False
     return list(swapped)
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Give every fastattn attention in a model back to ``nn.MultiheadAttention``, in place.
+    """Give every fastattn attention in a model its stock class again, in place.
+
+    That is ``nn.MultiheadAttention``, or the subclass of it that ``convert`` had found.
 
     Returns:
         The dotted names of the reverted modules.
@@ -95,28 +119,114 @@ def revert(model: nn.Module) -> list[str]:
     if not reverted:
         raise ValueError(f"{type(model).__name__} has no fastattn attention to revert")
     for module in reverted.values():
+        stock = module._stock_class
         module._unconfigure()
-        module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
+        module.__class__ = stock  # type: ignore[assignment]
         module._qkv_same_embed_dim = module.in_proj_weight is not None
     for encoder in _encoders(model):
-        stock = vars(encoder).pop("_stock_use_nested_tensor", encoder.use_nested_tensor)
-        encoder.use_nested_tensor = stock
+        nested = vars(encoder).pop("_stock_use_nested_tensor", encoder.use_nested_tensor)
+        encoder.use_nested_tensor = nested
     return list(reverted)
 
 
-def _refuse(name: str, module: nn.Module) -> None:
+Layers = dict[str, nn.MultiheadAttention]
+
+
+def _select(layers: Layers, filter: Filter | None) -> Layers:
+    """The attentions that a filter asks for."""
+    if filter is None:
+        filter = nn.MultiheadAttention
+    if isinstance(filter, type):
+        if not issubclass(filter, nn.MultiheadAttention):
+            raise TypeError(
+                f"filter by type must be nn.MultiheadAttention or a subclass, got {filter.__name__}"
+            )
+        return {n: m for n, m in layers.items() if type(m) is filter or _hidden(m, filter)}
+    if callable(filter):
+        return {n: m for n, m in layers.items() if filter(m, n)}
+    patterns = [filter] if isinstance(filter, str) else filter
+    if not isinstance(patterns, Iterable):
+        raise TypeError(
+            "filter must be a pattern of names, several of them, a type or a function of (module, "
+            f"name), got {type(filter).__name__}"
+        )
+    chosen: set[str] = set()
+    for pattern in patterns:
+        chosen.update(_matching(pattern, layers, "filter"))
+    return {n: m for n, m in layers.items() if n in chosen}
+
+
+def _options(
+    kind: type[MultiHead],
+    mechanism: str,
+    swapped: Layers,
+    layer_options: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Each module's own options."""
+    wanted = {name: dict(options) for name in swapped}
+    for pattern, special in layer_options.items():
+        for name in _matching(pattern, swapped, "layer_options"):
+            wanted[name].update(special)
+    unknown = {*options, *(k for special in layer_options.values() for k in special)}
+    unknown -= set(kind.option_names())
+    if unknown:
+        raise TypeError(
+            f"mechanism {mechanism!r} has no option {', '.join(sorted(unknown))}; it takes "
+            f"{', '.join(kind.option_names())}"
+        )
+    return wanted
+
+
+def _matching(pattern: str, layers: Layers, argument: str) -> list[str]:
+    names = [name for name in layers if fnmatchcase(name, pattern)]
+    if not names:
+        raise ValueError(f"{argument}: {pattern!r} fits none of {_names(layers)}")
+    return names
+
+
+def _names(layers: Layers) -> str:
+    names = [repr(name) for name in layers]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def _hidden(module: nn.MultiheadAttention, kind: type[nn.Module]) -> bool:
+    """Whether a parametrization or sharding has put a class of its own over this one."""
+    return (
+        isinstance(module, kind)
+        and not isinstance(module, MultiHead)
+        and (parametrize.is_parametrized(module) or _is_sharded(module))
+    )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+
+
+def _refuse(name: str, module: nn.MultiheadAttention) -> None:
+    name = name or "the model"
+    if isinstance(module, MultiHead):
+        raise ValueError(f"{name} is a {type(module).__name__} already: revert first")
     if "forward" in vars(module):
         raise ValueError(
-            f"{name or 'the model'} has a forward of its own, put there by a hook or a wrapper: "
+            f"{name} has a forward of its own, put there by a hook or a wrapper: "
             "convert before wrapping"
         )
     if parametrize.is_parametrized(module):
         raise ValueError(
-            f"{name or 'the model'} is parametrized: remove the parametrization, convert, and "
-            "register it again"
+            f"{name} is parametrized: remove the parametrization, convert, and register it again"
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
-        raise ValueError(f"{name or 'the model'} is sharded: convert before sharding")
+    if _is_sharded(module):
+        raise ValueError(f"{name} is sharded: convert before sharding")
+    stock = nn.MultiheadAttention(2, 1, device="meta").state_dict(keep_vars=True)
+    stock |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v"))
+    foreign = sorted(module.state_dict(keep_vars=True).keys() - stock.keys())
+    if foreign:
+        raise ValueError(
+            f"{name} is a {type(module).__name__} with {', '.join(foreign)}, which no attention of "
+            "ours would use: only nn.MultiheadAttention's parameters can be taken over"
+        )
 
 
 def _encoders(model: nn.Module) -> list[nn.TransformerEncoder]:

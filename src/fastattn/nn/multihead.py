@@ -31,6 +31,7 @@ class MultiHead(nn.MultiheadAttention):
 
     causal: bool
     _layer = 0  # convert numbers the modules of a model
+    _stock_class: type[nn.MultiheadAttention] = nn.MultiheadAttention  # what revert gives back
     _own_state: tuple[str, ...] = ()  # in the state dict, not in stock's
     _drops_weights = False  # whether _attend applies dropout, to the weights
 
@@ -93,6 +94,7 @@ class MultiHead(nn.MultiheadAttention):
         for option in self.option_names():
             delattr(self, option)
         vars(self).pop("_layer", None)
+        vars(self).pop("_stock_class", None)
 
     def _reset_own(self, names: Sequence[str] | None = None) -> None:
         """Make what ``_own_state`` names, or these of it, as at first."""
