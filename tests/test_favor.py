@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from fastattn import ops, testing
 from fastattn.ops import draw_projection, favor_attention, favor_attention_scan
 from fastattn.ops.favor import VARIANTS
+from fastattn.ops.favor_directions import check_scale
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 torch_path = partial(favor_attention, backend="torch")
@@ -425,6 +426,15 @@ def test_the_constant_of_oprf_is_the_best():
         assert variance(best) < variance(other)
 
 
+def test_a_scale_may_be_a_compilers_symbol():
+    def scaled(x, scale):
+        return x * check_scale(scale, 8)
+
+    compiled = torch.compile(scaled, fullgraph=True, dynamic=True, backend="eager")
+    for scale in (0.3, 0.7):
+        assert torch.equal(compiled(torch.ones(2), scale), scaled(torch.ones(2), scale))
+
+
 # Bad input
 
 Q = torch.zeros(2, 4, 6, 8)
@@ -442,6 +452,7 @@ Q = torch.zeros(2, 4, 6, 8)
         ({"variant": "trig"}, ValueError, "variant must be one of 'positive'"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0.0"),
         ({"scale": float("nan")}, ValueError, "scale must be positive"),
+        ({"scale": float("inf")}, ValueError, "scale must be positive"),
         ({"oprf_constant": -0.1}, ValueError, 'is for variant "oprf" only, got variant \'pos'),
         ({"variant": "oprf", "oprf_constant": 0.2}, ValueError, "below 1/8"),
         ({"variant": "oprf", "oprf_constant": torch.full((4,), 0.2)}, ValueError, "below 1/8"),

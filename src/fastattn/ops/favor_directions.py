@@ -133,6 +133,6 @@ def check_scale(scale: float | None, d: int) -> float:
     """
     if scale is None:
         return d**-0.5
-    if not (scale > 0 and math.isfinite(scale)):
+    if not 0 < scale < math.inf:  # a compiler knows comparisons of symbols
         raise ValueError(f"scale must be positive, got {scale}")
     return float(scale)  # kernels are compiled for a float

@@ -1,0 +1,363 @@
+"""Attention and mask functions for Hugging Face transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn.nn.linformer_sums import counts, of_windows
+from fastattn.ops import (
+    BlockLayout,
+    block_sparse_attention,
+    draw_projection,
+    favor_attention,
+    linear_attention,
+)
+from fastattn.ops.linformer import attend
+
+# models of other kinds hand these over; what is set must not be lost
+UNSUPPORTED = ("softcap", "position_bias", "s_aux", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def register(
+    *,
+    linear: Mapping[str, Any] | None = None,
+    performer: Mapping[str, Any] | None = None,
+    bigbird: Mapping[str, Any] | None = None,
+    linformer: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Make the mechanisms known to transformers, as values of ``attn_implementation``.
+
+    Afterwards ``AutoModel.from_pretrained(name, attn_implementation="fastattn_performer")`` and
+    ``model.set_attn_implementation("fastattn_performer")`` work, in every model that goes through
+    transformers' registry of attentions. A later call replaces the options of an earlier one, for
+    models that exist as well. Nothing is added to a model: no parameter, no buffer.
+
+    ``fastattn_linear`` and ``fastattn_performer`` run in encoders, in decoders, and on a cache of
+    keys and values, where they compute what one pass would; the cache still grows with the
+    sequence.
+    ``fastattn_bigbird`` and ``fastattn_linformer`` are for encoders; causal models are refused.
+    Padding may be on either side. Whatever a mechanism cannot honour raises. Dropout acts on the
+    output, in BigBird on the weights.
+
+    Args:
+        linear: Options of ``fastattn_linear``: ``feature_map`` ("elu"), which has no scale.
+        performer: Of ``fastattn_performer``: ``num_features`` (256), ``variant`` ("positive",
+            "hyperbolic", "relu"), ``kind`` and ``seed`` of the directions; ``module.layer_idx``
+            is their layer.
+        bigbird: Of ``fastattn_bigbird``: ``block_size``, ``num_window_blocks``,
+            ``num_random_blocks``, ``num_global_blocks``, ``seed``, as in ``BlockLayout.bigbird``.
+        linformer: Of ``fastattn_linformer``: ``slots`` (256), the means of as many windows of valid
+            tokens, and ``seq_len``, the length that they divide; without it the model's
+            ``max_position_embeddings``, or else the length of the input. Up to ``slots`` tokens
+            it is softmax attention. ``LinformerAttention`` has learned sums.
+
+    Returns:
+        The names.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        TypeError: A mechanism has no such option.
+        ValueError: An option's value is not possible.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    given = {"linear": linear, "performer": performer, "bigbird": bigbird, "linformer": linformer}
+    cores = {name: _core(name, options or {}) for name, options in given.items()}
+    for name, core in cores.items():
+        AttentionInterface.register(f"fastattn_{name}", partial(_forward, f"fastattn_{name}", core))
+        AttentionMaskInterface.register(f"fastattn_{name}", partial(_mask, f"fastattn_{name}"))
+    return [f"fastattn_{name}" for name in cores]
+
+
+# The two functions that transformers calls
+
+
+def _mask(
+    name: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """``(b, kv_length)``, True = attend, as everywhere in transformers; None: all of them."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
+        raise NotImplementedError(
+            f"{name}: this model asks for a mask that is neither causal nor bidirectional (packed "
+            "sequences, a sliding window, chunks or one of its own), which it cannot honour. "
+            "Pass attention_mask for padding, without packed position_ids; a model with such "
+            "layers needs another attn_implementation"
+        )
+    if mask_function is causal_mask_function and (
+        isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length
+    ):
+        raise NotImplementedError(
+            f"{name}: a cache of fixed size holds places that no token has taken yet, which it "
+            "cannot leave out. Use the dynamic cache (cache_implementation=None)"
+        )
+    if attention_mask is None:
+        return None
+    return attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+
+
+def _forward(
+    name: str,
+    core: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Heads ``(b, h, n, d)`` and ``(b, h_kv, s, d)`` to ``(b, n, h, e)``."""
+    n, s = query.shape[2], key.shape[2]
+    for argument in UNSUPPORTED:
+        if others.get(argument) is not None:
+            raise NotImplementedError(f"{name} cannot honour {argument}, which this model sets")
+    if sliding_window is not None and sliding_window < s:
+        raise NotImplementedError(
+            f"{name} cannot honour a sliding window of {sliding_window} over {s} keys"
+        )
+    if others.get("output_attentions"):
+        raise NotImplementedError(f"{name} gives no weights: set output_attentions=False")
+    ignored = None
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != (query.shape[0], s):
+            raise NotImplementedError(
+                f"{name}: attention_mask must be that of the tokens, (b, s) = "
+                f"({query.shape[0]}, {s}), got shape {tuple(attention_mask.shape)}"
+            )
+        ignored = ~attention_mask
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = is_causal and not getattr(module, "is_cross_attention", False)
+    out = core(
+        module,
+        # a continuation's queries are the last ones: a single one sees all keys
+        F.pad(query, (0, 0, s - n, 0)) if causal and 1 < n < s else query,
+        key,
+        value,
+        causal=causal and n > 1,
+        decoder=causal,
+        ignored=ignored,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        dropout=dropout if module.training else 0.0,
+    )
+    return out[:, :, -n:].transpose(1, 2).contiguous(), None
+
+
+# The mechanisms
+
+
+def _core(name: str, options: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """A mechanism with its options, tried once, so that a wrong value raises here."""
+    core = CORES[name]
+    parameters = inspect.signature(core).parameters.values()
+    possible = [p.name for p in parameters if p.default is not p.empty]
+    unknown = sorted(options.keys() - set(possible))
+    if unknown:
+        raise TypeError(
+            f"{name} has no option {', '.join(unknown)}; it takes {', '.join(possible)}"
+        )
+    core = partial(core, **options)
+    q, about = torch.zeros(1, 1, 16, 8), {"ignored": None, "scale": 1.0, "dropout": 0.0}
+    core(nn.Identity(), q, q, q, causal=False, decoder=False, **about)
+    return core
+
+
+def _linear(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    decoder: bool,
+    ignored: Tensor | None,
+    scale: float,
+    dropout: float,
+    feature_map: str = "elu",
+) -> Tensor:
+    out = linear_attention(
+        q, k, v, feature_map=feature_map, causal=causal, key_padding_mask=ignored
+    )
+    return F.dropout(out, dropout)
+
+
+def _performer(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    decoder: bool,
+    ignored: Tensor | None,
+    scale: float,
+    dropout: float,
+    num_features: int = 256,
+    variant: str = "positive",
+    kind: str = "orthogonal",
+    seed: int = 0,
+) -> Tensor:
+    layer = getattr(module, "layer_idx", None) or 0
+    projection = _directions(num_features, q.shape[3], kind, seed, layer, q.device)
+    out = favor_attention(
+        q,
+        k,
+        v,
+        projection,
+        variant=variant,
+        causal=causal,
+        key_padding_mask=ignored,
+        scale=scale,
+    )
+    return F.dropout(out, dropout)
+
+
+def _directions(m: int, d: int, kind: str, seed: int, layer: int, device: torch.device) -> Tensor:
+    """Drawn once; a compiled graph asks for them by an operator, since it must not trace a draw."""
+    if torch.compiler.is_compiling():
+        directions: Tensor = torch.ops.fastattn.directions(m, d, kind, seed, layer, device)
+        return directions
+    return _drawn(m, d, kind, seed, layer, device)
+
+
+@lru_cache(maxsize=1024)
+def _drawn(m: int, d: int, kind: str, seed: int, layer: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return draw_projection(m, d, kind=kind, seed=seed, layer=layer).to(device)
+
+
+_lib = torch.library.Library("fastattn", "FRAGMENT")
+_lib.define("directions(int m, int d, str kind, int seed, int layer, Device device) -> Tensor")
+_lib.impl("directions", lambda *about: _drawn(*about).clone(), "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fastattn::directions", lib=_lib)
+def _(m: int, d: int, kind: str, seed: int, layer: int, device: torch.device) -> Tensor:
+    return torch.empty(m, d, device=device)
+
+
+def _bigbird(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    decoder: bool,
+    ignored: Tensor | None,
+    scale: float,
+    dropout: float,
+    block_size: int = 64,
+    num_window_blocks: int = 3,
+    num_random_blocks: int = 3,
+    num_global_blocks: int = 2,
+    seed: int = 0,
+) -> Tensor:
+    n = q.shape[2]
+    if decoder or n != k.shape[2]:
+        raise NotImplementedError(
+            "fastattn_bigbird is self-attention in both directions: its global blocks see what "
+            "comes later. fastattn_linear and fastattn_performer are for decoders and "
+            "cross-attention"
+        )
+    lengths = None
+    if ignored is not None:  # a sample ends where its last token does
+        ends = torch.arange(1, n + 1, device=q.device).masked_fill(ignored, 0)
+        lengths = ends.amax(1).int()
+    layer = getattr(module, "layer_idx", None) or 0
+    about = (num_window_blocks, num_random_blocks, num_global_blocks, seed, layer)
+    make = _layout.__wrapped__ if torch.compiler.is_compiling() else _layout
+    return block_sparse_attention(
+        q * (scale * q.shape[3] ** 0.5),
+        k,
+        v,
+        make(n, block_size, q.shape[1], *about),
+        key_padding_mask=ignored,
+        lengths=lengths,
+        dropout_p=dropout,
+    )
+
+
+@lru_cache(maxsize=64)
+def _layout(n: int, size: int, heads: int, *about: int) -> BlockLayout:
+    window, num_random, num_global, seed, layer = about
+    return BlockLayout.bigbird(
+        n,
+        block_size=size,
+        num_heads=heads,
+        num_window_blocks=window,
+        num_random_blocks=num_random,
+        num_global_blocks=num_global,
+        seed=seed,
+        layer=layer,
+    )
+
+
+def _linformer(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    decoder: bool,
+    ignored: Tensor | None,
+    scale: float,
+    dropout: float,
+    slots: int = 256,
+    seq_len: int | None = None,
+) -> Tensor:
+    if decoder:
+        raise NotImplementedError(
+            "fastattn_linformer has no causal form: a slot is a sum over all tokens. "
+            "fastattn_linear and fastattn_performer are for decoders"
+        )
+    s = k.shape[2]
+    if slots < 1 or (seq_len is not None and seq_len < 1):
+        raise ValueError(f"slots and seq_len must be positive, got {slots} and {seq_len}")
+    length = seq_len or getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    window = -(-(length or s) // slots)
+    if s > slots * window:
+        raise ValueError(
+            f"fastattn_linformer divides seq_len = {length} tokens into {slots} windows, got {s}: "
+            "register a longer seq_len"
+        )
+    if s <= slots:  # every token has a slot of its own
+        window = 1
+    if ignored is not None:
+        k, v = (x.masked_fill(ignored[:, None, :, None], 0) for x in (k, v))
+    slots = -(-s // window)
+    valid = counts(slots, window, s, ignored, k.device)
+    means = of_windows(valid, window, s, None, k.dtype)
+    k, v = means.of_heads(k, None), means.of_heads(v, None)
+    off = None if ignored is None else (valid == 0).expand(q.shape[0], -1)
+    return F.dropout(attend(q, k, v, off, scale, None), dropout)
+
+
+CORES: dict[str, Callable[..., Tensor]] = {
+    "linear": _linear,
+    "performer": _performer,
+    "bigbird": _bigbird,
+    "linformer": _linformer,
+}
