@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastattn.integrations.transformers import register
@@ -264,6 +265,19 @@ def test_layers_have_directions_of_their_own():
         q = torch.randn(1, 2, 6, 8)
         seen.append(ALL_ATTENTION_FUNCTIONS["fastattn_performer"](module, q, q, q, None)[0])
     assert (seen[0] - seen[1]).abs().max() > 1e-4
+
+
+def test_a_mode_of_fake_tensors_leaves_nothing_behind():
+    register(performer={"seed": 11})
+    module = torch.nn.Module()
+    q = torch.randn(1, 2, 6, 8)
+    ours = ALL_ATTENTION_FUNCTIONS["fastattn_performer"]
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(q)
+        assert isinstance(ours(module, fake, fake, fake, None)[0], FakeTensor)
+    out, _ = ours(module, q, q, q, None)
+    assert type(out) is torch.Tensor
+    assert out.isfinite().all()
 
 
 def test_a_later_call_changes_the_options():

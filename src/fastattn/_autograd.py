@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.device))
 
 
 def needs_gradient(*tensors: Tensor) -> bool:

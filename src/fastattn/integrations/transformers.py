@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn._autograd import call
 from fastattn.nn.linformer_sums import counts, of_windows
 from fastattn.ops import (
     BlockLayout,
@@ -50,7 +51,7 @@ def register(
         linear: Options of ``fastattn_linear``: ``feature_map`` ("elu"), which has no scale.
         performer: Of ``fastattn_performer``: ``num_features`` (256), ``variant`` ("positive",
             "hyperbolic", "relu"), ``kind`` and ``seed`` of the directions; ``module.layer_idx``
-            is their layer.
+            is their layer, 0 in models that do not number their layers.
         bigbird: Of ``fastattn_bigbird``: ``block_size``, ``num_window_blocks``,
             ``num_random_blocks``, ``num_global_blocks``, ``seed``, as in ``BlockLayout.bigbird``.
         linformer: Of ``fastattn_linformer``: ``slots`` (256), the means of as many windows of valid
@@ -234,11 +235,12 @@ def _performer(
 
 
 def _directions(m: int, d: int, kind: str, seed: int, layer: int, device: torch.device) -> Tensor:
-    """Drawn once; a compiled graph asks for them by an operator, since it must not trace a draw."""
-    if torch.compiler.is_compiling():
-        directions: Tensor = torch.ops.fastattn.directions(m, d, kind, seed, layer, device)
-        return directions
-    return _drawn(m, d, kind, seed, layer, device)
+    """Drawn once. A compiler or a mode that looks on gets an operator: it must not trace a draw,
+    nor leave a tensor of its own among those that are kept."""
+    directions: Tensor = call(
+        torch.ops.fastattn.directions, _drawn, m, d, kind, seed, layer, device
+    )
+    return directions
 
 
 @lru_cache(maxsize=1024)
