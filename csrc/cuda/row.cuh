@@ -51,7 +51,7 @@ struct Stage {
     Loaded<R> c;
     UNROLL
     for (int v = 0; v < R / 4; v++) {
-      float4 two = table[v * COUNT + at];
+      [[maybe_unused]] float4 two = table[v * COUNT + at];
       c.c[2 * v] = {two.x, two.y};
       c.c[2 * v + 1] = {two.z, two.w};
     }
