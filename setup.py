@@ -96,6 +96,9 @@ class Build(build_ext):
             "date": time.strftime("%Y-%m-%d"),
         }
         try:
+            program = getattr(self.compiler, "compiler_so", ["cl"])[0]
+            if not shutil.which(program):  # nvcc would need it, and minutes to find out
+                raise FileNotFoundError(f"there is no C++ compiler {program}")
             objects = self.cuda_objects(info)
             if not objects:
                 extension.sources.append("csrc/no_cuda.cpp")

@@ -91,7 +91,7 @@ def test_without_any_compiler(tmp_path):
 
 def test_what_is_required_fails_if_it_cannot_be_built(tmp_path):
     said, _ = build(tmp_path, True, FASTATTN_NATIVE="require", **NO_COMPILER, **NO_NVCC)
-    assert "nvcc is neither" in said or "no-such-compiler" in said  # whichever is asked first
+    assert "no-such-compiler" in said
     said, _ = build(tmp_path, True, FASTATTN_NATIVE="require", **NO_NVCC)
     assert "nvcc is neither" in said
     said, _ = build(tmp_path, True, FASTATTN_NATIVE="maybe")
@@ -112,12 +112,12 @@ def test_everything_compiles_for_hopper_within_its_registers(tmp_path):
 
 
 def limited(said):
-    """At most 128 registers, and 136 bytes of a thread's in memory: what 16384 points spill."""
+    """At most 128 registers, and 128 bytes of a thread's in memory."""
     registers = [int(x) for x in re.findall(r"Used (\d+) registers", said)]
     spills = [int(x) for x in re.findall(r"(\d+) bytes spill stores", said)]
     assert registers
     assert max(registers) <= 128
-    assert max(spills) <= 136, said
+    assert max(spills) <= 128, said
 
 
 @needs_nvcc

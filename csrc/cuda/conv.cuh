@@ -178,15 +178,14 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
   const int64_t low = s.batch * slice / s.slices, high = s.batch * (slice + 1) / s.slices;
   for (int64_t b = low; b < high; b++) {
     L u(a.u, b, channel), pre(a.pre, b, channel), post(a.post, b, channel), dy(a.dy, b, channel);
-    L du(a.du, b, channel), dpre(a.dpre, b, channel), dpost(a.dpost, b, channel);
     auto gated = [&](int i) { return pre.there() ? pre[i] * u[i] : u[i]; };
     auto upstream = [&](int i) { return post.there() ? post[i] * dy[i] : dy[i]; };
 
-    if (a.dtaps || dpost.there()) {
+    if (a.dtaps || a.dpost.data) {
       load_row<P>(x, u, pre, n, memory, a.table, t, sync);
       UNROLL
       for (int e = 0; e < P::E; e++) input[e * P::T + t] = make_float2(x[e].re, x[e].im);
-      if (dpost.there()) {
+      if (L dpost(a.dpost, b, channel); dpost.there()) {
         UNROLL
         for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
         restore_row<P>(x, memory, a.table, t, sync);
@@ -214,8 +213,9 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
       if (a.skip)
         for_each<P>(t, written < out ? written : out,
                     [&](int e, int i) { x[e].re = multiply_add(skip, upstream(i), x[e].re); });
-      if (dpre.there()) for_each<P>(t, written, [&](int e, int i) { dpre.put(i, u[i] * x[e].re); });
-      if (du.there()) {
+      if (L dpre(a.dpre, b, channel); dpre.there())
+        for_each<P>(t, written, [&](int e, int i) { dpre.put(i, u[i] * x[e].re); });
+      if (L du(a.du, b, channel); du.there()) {
         if (pre.there()) for_each<P>(t, written, [&](int e, int i) { x[e].re *= pre[i]; });
         for_each<P>(t, written, [&](int e, int i) { du.put(i, x[e].re); });
       }
