@@ -11,6 +11,10 @@ from torch.nn.utils import parametrize
 
 from fastattn.nn import MECHANISMS, MultiHead
 
+STOCK_STATE = {
+    *("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"),
+    *("bias_k", "bias_v", "out_proj.weight", "out_proj.bias"),
+}
 Filter = str | Iterable[str] | type[nn.Module] | Callable[[nn.Module, str], bool]
 
 
@@ -219,9 +223,7 @@ def _refuse(name: str, module: nn.MultiheadAttention) -> None:
         )
     if _is_sharded(module):
         raise ValueError(f"{name} is sharded: convert before sharding")
-    stock = nn.MultiheadAttention(2, 1, device="meta").state_dict(keep_vars=True)
-    stock |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v"))
-    foreign = sorted(module.state_dict(keep_vars=True).keys() - stock.keys())
+    foreign = sorted(module.state_dict(keep_vars=True).keys() - STOCK_STATE)
     if foreign:
         raise ValueError(
             f"{name} is a {type(module).__name__} with {', '.join(foreign)}, which no attention of "

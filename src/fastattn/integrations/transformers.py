@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._autograd import call
+from fastattn.nn.bigbird import layout_of, lengths_of
 from fastattn.nn.linformer_sums import counts, of_windows
 from fastattn.ops import (
-    BlockLayout,
     block_sparse_attention,
     draw_projection,
     favor_attention,
@@ -150,22 +150,36 @@ def _forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = is_causal and not getattr(module, "is_cross_attention", False)
-    out = core(
+    about = _About(
         module,
-        # a continuation's queries are the last ones: a single one sees all keys
-        F.pad(query, (0, 0, s - n, 0)) if causal and 1 < n < s else query,
-        key,
-        value,
-        causal=causal and n > 1,
         decoder=causal,
+        causal=causal and n > 1,
         ignored=ignored,
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         dropout=dropout if module.training else 0.0,
     )
+    # a continuation's queries are the last ones: a single one sees all keys
+    q = F.pad(query, (0, 0, s - n, 0)) if about.causal and n < s else query
+    out = core(q, key, value, about)
     return out[:, :, -n:].transpose(1, 2).contiguous(), None
 
 
 # The mechanisms
+
+
+class _About(NamedTuple):
+    """What a core is told beside heads."""
+
+    module: nn.Module
+    decoder: bool = False
+    causal: bool = False  # of a decoder, where there is more than one query
+    ignored: Tensor | None = None  # (b, s)
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def layer(self) -> int:
+        return getattr(self.module, "layer_idx", None) or 0
 
 
 def _core(name: str, options: Mapping[str, Any]) -> Callable[..., Tensor]:
@@ -179,59 +193,48 @@ def _core(name: str, options: Mapping[str, Any]) -> Callable[..., Tensor]:
             f"{name} has no option {', '.join(unknown)}; it takes {', '.join(possible)}"
         )
     core = partial(core, **options)
-    q, about = torch.zeros(1, 1, 16, 8), {"ignored": None, "scale": 1.0, "dropout": 0.0}
-    core(nn.Identity(), q, q, q, causal=False, decoder=False, **about)
+    q = torch.zeros(1, 1, 16, 8)
+    core(q, q, q, _About(nn.Identity()))
     return core
 
 
 def _linear(
-    module: nn.Module,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    about: _About,
     *,
-    causal: bool,
-    decoder: bool,
-    ignored: Tensor | None,
-    scale: float,
-    dropout: float,
     feature_map: str = "elu",
 ) -> Tensor:
     out = linear_attention(
-        q, k, v, feature_map=feature_map, causal=causal, key_padding_mask=ignored
+        q, k, v, feature_map=feature_map, causal=about.causal, key_padding_mask=about.ignored
     )
-    return F.dropout(out, dropout)
+    return F.dropout(out, about.dropout)
 
 
 def _performer(
-    module: nn.Module,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    about: _About,
     *,
-    causal: bool,
-    decoder: bool,
-    ignored: Tensor | None,
-    scale: float,
-    dropout: float,
     num_features: int = 256,
     variant: str = "positive",
     kind: str = "orthogonal",
     seed: int = 0,
 ) -> Tensor:
-    layer = getattr(module, "layer_idx", None) or 0
-    projection = _directions(num_features, q.shape[3], kind, seed, layer, q.device)
+    projection = _directions(num_features, q.shape[3], kind, seed, about.layer, q.device)
     out = favor_attention(
         q,
         k,
         v,
         projection,
         variant=variant,
-        causal=causal,
-        key_padding_mask=ignored,
-        scale=scale,
+        causal=about.causal,
+        key_padding_mask=about.ignored,
+        scale=about.scale,
     )
-    return F.dropout(out, dropout)
+    return F.dropout(out, about.dropout)
 
 
 def _directions(m: int, d: int, kind: str, seed: int, layer: int, device: torch.device) -> Tensor:
@@ -260,16 +263,11 @@ def _(m: int, d: int, kind: str, seed: int, layer: int, device: torch.device) ->
 
 
 def _bigbird(
-    module: nn.Module,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    about: _About,
     *,
-    causal: bool,
-    decoder: bool,
-    ignored: Tensor | None,
-    scale: float,
-    dropout: float,
     block_size: int = 64,
     num_window_blocks: int = 3,
     num_random_blocks: int = 3,
@@ -277,68 +275,44 @@ def _bigbird(
     seed: int = 0,
 ) -> Tensor:
     n = q.shape[2]
-    if decoder or n != k.shape[2]:
+    if about.decoder or n != k.shape[2]:
         raise NotImplementedError(
             "fastattn_bigbird is self-attention in both directions: its global blocks see what "
             "comes later. fastattn_linear and fastattn_performer are for decoders and "
             "cross-attention"
         )
-    lengths = None
-    if ignored is not None:  # a sample ends where its last token does
-        ends = torch.arange(1, n + 1, device=q.device).masked_fill(ignored, 0)
-        lengths = ends.amax(1).int()
-    layer = getattr(module, "layer_idx", None) or 0
-    about = (num_window_blocks, num_random_blocks, num_global_blocks, seed, layer)
-    make = _layout.__wrapped__ if torch.compiler.is_compiling() else _layout
+    numbers = (num_window_blocks, num_random_blocks, num_global_blocks)
     return block_sparse_attention(
-        q * (scale * q.shape[3] ** 0.5),
+        q * (about.scale * q.shape[3] ** 0.5),
         k,
         v,
-        make(n, block_size, q.shape[1], *about),
-        key_padding_mask=ignored,
-        lengths=lengths,
-        dropout_p=dropout,
-    )
-
-
-@lru_cache(maxsize=64)
-def _layout(n: int, size: int, heads: int, *about: int) -> BlockLayout:
-    window, num_random, num_global, seed, layer = about
-    return BlockLayout.bigbird(
-        n,
-        block_size=size,
-        num_heads=heads,
-        num_window_blocks=window,
-        num_random_blocks=num_random,
-        num_global_blocks=num_global,
-        seed=seed,
-        layer=layer,
+        layout_of(n, 0, block_size, q.shape[1], *numbers, "uniform", seed, about.layer),
+        key_padding_mask=about.ignored,
+        lengths=None if about.ignored is None else lengths_of(about.ignored),
+        dropout_p=about.dropout,
     )
 
 
 def _linformer(
-    module: nn.Module,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    about: _About,
     *,
-    causal: bool,
-    decoder: bool,
-    ignored: Tensor | None,
-    scale: float,
-    dropout: float,
     slots: int = 256,
     seq_len: int | None = None,
 ) -> Tensor:
-    if decoder:
+    if about.decoder:
         raise NotImplementedError(
             "fastattn_linformer has no causal form: a slot is a sum over all tokens. "
             "fastattn_linear and fastattn_performer are for decoders"
         )
-    s = k.shape[2]
+    s, ignored = k.shape[2], about.ignored
     if slots < 1 or (seq_len is not None and seq_len < 1):
         raise ValueError(f"slots and seq_len must be positive, got {slots} and {seq_len}")
-    length = seq_len or getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    length = seq_len or getattr(
+        getattr(about.module, "config", None), "max_position_embeddings", None
+    )
     window = -(-(length or s) // slots)
     if s > slots * window:
         raise ValueError(
@@ -354,7 +328,7 @@ def _linformer(
     means = of_windows(valid, window, s, None, k.dtype)
     k, v = means.of_heads(k, None), means.of_heads(v, None)
     off = None if ignored is None else (valid == 0).expand(q.shape[0], -1)
-    return F.dropout(attend(q, k, v, off, scale, None), dropout)
+    return F.dropout(attend(q, k, v, off, about.scale, None), about.dropout)
 
 
 CORES: dict[str, Callable[..., Tensor]] = {

@@ -203,12 +203,7 @@ class BigBirdAttention(MultiHead):
         layer = self.layer + self._layer
         numbers = (self.num_window_blocks, self.num_random_blocks, self.num_global_blocks)
         about = (self.block_size, self.num_heads, *numbers, self.plan, self.seed, layer)
-        make: Callable[..., BlockLayout] = _layout
-        if self.plan != "uniform":
-            make = _drawn_layout
-        elif torch.compiler.is_compiling():
-            make = _layout.__wrapped__
-        return make(n, self._front // self.block_size, *about)
+        return layout_of(n, self._front // self.block_size, *about)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.num_global_tokens:
@@ -251,9 +246,8 @@ class BigBirdAttention(MultiHead):
         if self.plan != "uniform":
             return self._run_published(q, k, v, ignored, dropout_p)
         lengths = None
-        if ignored is not None:  # a sample ends where its last token does
-            ends = torch.arange(1, n - self._front + 1, device=q.device).masked_fill(ignored, 0)
-            lengths = ends.amax(1).int() + self._front if n > self._front else None
+        if ignored is not None and n > self._front:
+            lengths = lengths_of(ignored) + self._front
         if self._front:
             places = torch.arange(self._front, device=q.device) >= self.num_global_tokens
             places = places.expand(q.shape[0], -1)
@@ -302,6 +296,30 @@ class BigBirdAttention(MultiHead):
         if not self._front:
             return weights
         return torch.cat([weights[..., self._front :], weights[..., : self.num_global_tokens]], -1)
+
+
+def lengths_of(ignored: Tensor) -> Tensor:
+    """``(b,)``: a sample ends where its last token does."""
+    return (
+        torch.arange(1, ignored.shape[1] + 1, device=ignored.device)
+        .masked_fill(ignored, 0)
+        .amax(1)
+        .int()
+    )
+
+
+def layout_of(n: int, front: int, size: int, heads: int, *about: Any) -> BlockLayout:
+    """For n tokens, of which whole blocks in front are more global ones.
+
+    Args:
+        about: How many window, random and global blocks, the plan, its seed and its layer.
+    """
+    make: Callable[..., BlockLayout] = _layout
+    if about[3] != "uniform":
+        make = _drawn_layout
+    elif torch.compiler.is_compiling():
+        make = _layout.__wrapped__
+    return make(n, front, size, heads, *about)
 
 
 @lru_cache(maxsize=64)
