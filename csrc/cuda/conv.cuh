@@ -17,7 +17,12 @@ struct Line {
   T *at;
   int64_t n;
   DEVICE Line(const fa_tensor &x, int64_t b, int64_t c)
-      : at(x.data ? static_cast<T *>(x.data) + b * x.b + c * x.c : nullptr), n(x.n) {}
+      : at(x.data ? static_cast<T *>(x.data) + b * x.b + c * x.c : nullptr), n(x.n) {
+#ifdef __CUDA_ARCH__
+    // Else all i * n are made once for every sample, and fill the registers.
+    if (!UNIT) asm volatile("" : "+l"(n));
+#endif
+  }
   DEVICE bool there() const { return at != nullptr; }
   DEVICE float operator[](int i) const { return to_float(UNIT ? at[i] : at[i * n]); }
   DEVICE void put(int i, float x) const { (UNIT ? at[i] : at[i * n]) = from_float<T>(x); }
