@@ -12,6 +12,7 @@ myst_enable_extensions = ["dollarmath", "colon_fence"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"fastattn {release}"
+autodoc_mock_imports = ["timm"]  # which needs a torchvision that fits torch
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

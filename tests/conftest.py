@@ -1,12 +1,23 @@
-"""Set before any import: Triton kernels are interpreted where there is no GPU."""
+"""Set before any import: Triton kernels are interpreted where there is no GPU, and torchvision,
+whose wheel is built with CUDA, imports beside a torch without: it looks for two operators of its
+own, which no model needs."""
 
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+vision = importlib.util.find_spec("torchvision")
+with_cuda = vision and "+cu" in Path(vision.origin).with_name("version.py").read_text()
+if with_cuda and torch.version.cuda is None:
+    for name in ("nms", "qnms"):
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{name}", schema)
 
 
 def pytest_collection_modifyitems(items):

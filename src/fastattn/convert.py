@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -66,7 +66,7 @@ def convert(
         raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got {mechanism!r}")
     kind = MECHANISMS[mechanism]
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
-    swapped = _select(layers, filter)
+    swapped = selected(layers, filter, nn.MultiheadAttention)
     if not swapped:
         message = f"{type(model).__name__} has no nn.MultiheadAttention to swap"
         if any(type(module) is nn.MultiheadAttention for module in layers.values()):
@@ -76,7 +76,8 @@ def convert(
         raise ValueError(message)
     wanted = _options(kind, mechanism, swapped, layer_options or {}, options)
     for name, module in swapped.items():
-        _refuse(name, module)
+        refuse(name, module, MultiHead)
+        _refuse_foreign(name, module)
         # a wrong value raises here, before anything has changed; meta draws no random number
         kind(
             module.embed_dim,
@@ -134,16 +135,17 @@ def revert(model: nn.Module) -> list[str]:
 
 
 Layers = dict[str, nn.MultiheadAttention]
+M = TypeVar("M", bound=nn.Module)
 
 
-def _select(layers: Layers, filter: Filter | None) -> Layers:
-    """The attentions that a filter asks for."""
+def selected(layers: dict[str, M], filter: Filter | None, stock: type[M]) -> dict[str, M]:
+    """The attentions that a filter asks for; without one those whose type is exactly ``stock``."""
     if filter is None:
-        filter = nn.MultiheadAttention
+        filter = stock
     if isinstance(filter, type):
-        if not issubclass(filter, nn.MultiheadAttention):
+        if not issubclass(filter, stock):
             raise TypeError(
-                f"filter by type must be nn.MultiheadAttention or a subclass, got {filter.__name__}"
+                f"filter by type must be {stock.__name__} or a subclass, got {filter.__name__}"
             )
         return {n: m for n, m in layers.items() if type(m) is filter or _hidden(m, filter)}
     if callable(filter):
@@ -182,20 +184,20 @@ def _options(
     return wanted
 
 
-def _matching(pattern: str, layers: Layers, argument: str) -> list[str]:
+def _matching(pattern: str, layers: Mapping[str, nn.Module], argument: str) -> list[str]:
     names = [name for name in layers if fnmatchcase(name, pattern)]
     if not names:
         raise ValueError(f"{argument}: {pattern!r} fits none of {_names(layers)}")
     return names
 
 
-def _names(layers: Layers) -> str:
+def _names(layers: Mapping[str, nn.Module]) -> str:
     names = [repr(name) for name in layers]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
 
-def _hidden(module: nn.MultiheadAttention, kind: type[nn.Module]) -> bool:
+def _hidden(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a parametrization or sharding has put a class of its own over this one."""
     return (
         isinstance(module, kind)
@@ -208,9 +210,10 @@ def _is_sharded(module: nn.Module) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
 
 
-def _refuse(name: str, module: nn.MultiheadAttention) -> None:
+def refuse(name: str, module: nn.Module, ours: type[nn.Module]) -> None:
+    """Raise if a module cannot be made one of ``ours`` in place."""
     name = name or "the model"
-    if isinstance(module, MultiHead):
+    if isinstance(module, ours):
         raise ValueError(f"{name} is a {type(module).__name__} already: revert first")
     if "forward" in vars(module):
         raise ValueError(
@@ -223,11 +226,15 @@ def _refuse(name: str, module: nn.MultiheadAttention) -> None:
         )
     if _is_sharded(module):
         raise ValueError(f"{name} is sharded: convert before sharding")
+
+
+def _refuse_foreign(name: str, module: nn.MultiheadAttention) -> None:
     foreign = sorted(module.state_dict(keep_vars=True).keys() - STOCK_STATE)
     if foreign:
         raise ValueError(
-            f"{name} is a {type(module).__name__} with {', '.join(foreign)}, which no attention of "
-            "ours would use: only nn.MultiheadAttention's parameters can be taken over"
+            f"{name or 'the model'} is a {type(module).__name__} with {', '.join(foreign)}, which "
+            "no attention of ours would use: only nn.MultiheadAttention's parameters can be taken "
+            "over"
         )
 
 
