@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,3 +53,29 @@ def call(operator: Callable[..., Any], implementation: Callable[..., Any], *argu
     ):
         return operator(*arguments)
     return implementation(*arguments)
+
+
+def one_by_one(library: torch.library.Library, *names: str) -> None:
+    """Let ``torch.vmap`` run operators once for each index of its axis, and stack what they give.
+
+    Their Functions set ``generate_vmap_rule``, which passes an axis on to the operators.
+    """
+    for name in names:
+        operator = getattr(torch.ops.fastattn, name).default
+        torch.library.register_vmap(f"fastattn::{name}", _Loop(operator), lib=library)
+
+
+class _Loop:
+    def __init__(self, operator: Callable[..., Any]) -> None:
+        self.operator = operator
+
+    def __call__(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        def at(i: int) -> Any:
+            pairs = zip(arguments, in_dims, strict=True)
+            return self.operator(*(x.select(d, i) if isinstance(d, int) else x for x, d in pairs))
+
+        found = [at(i) for i in range(info.batch_size)]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        stacked = [torch.stack(parts) for parts in zip(*found, strict=True)]
+        return type(found[0])(stacked), type(found[0])([0] * len(stacked))

@@ -25,6 +25,7 @@ _lib.define(
     "int right, int drawn, int state, bool causal, bool columns) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )  # of rows: blocks, items, merges; of columns, or nothing
+_autograd.one_by_one(_lib, "block_sparse_tables")
 
 
 def padded(n: int, size: int) -> int:

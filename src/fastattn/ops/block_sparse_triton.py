@@ -35,6 +35,7 @@ _lib.define(
     "block_sparse_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_ABOUT}, {_ROWS}, {_COLUMNS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 )  # dq, dk, dv
+_autograd.one_by_one(_lib, "block_sparse_forward", "block_sparse_backward")
 
 
 def attend(
@@ -67,6 +68,8 @@ def _call_forward(*arguments: Any) -> Any:
 
 
 class _BlockSparse(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         q: Tensor,

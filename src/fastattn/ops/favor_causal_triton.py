@@ -52,6 +52,7 @@ _lib.define(
     "Tensor? cu_seqlens, Tensor directions, Tensor? kv, Tensor? z, Tensor? shift, float factor, "
     "float? curvature, bool learned) -> Tensor[]"
 )  # dq, dk, dv; with a state dkv, dz; and if learned those of directions and offsets
+_autograd.one_by_one(_lib, "favor_causal_forward", "favor_causal_backward")
 
 
 def attend(
@@ -97,6 +98,8 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _Causal(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*arguments: Any) -> Any:
         operator = torch.ops.fastattn.favor_causal_forward.default

@@ -19,6 +19,7 @@ _lib.define(
     "favor_step(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor directions, Tensor? offsets, "
     "Tensor kv, Tensor z, Tensor? shift, float factor, float? curvature) -> Tensor[]"
 )  # out, kv, z; and but for relu shift
+_autograd.one_by_one(_lib, "favor_step")
 
 
 def step(*arguments: Any) -> list[Tensor]:

@@ -38,6 +38,7 @@ _lib.define(
     "Tensor kept, Tensor? mask, Tensor? cu_seqlens, Tensor directions, Tensor? offsets, "
     "float factor, float? curvature, bool learned) -> Tensor[]"
 )  # dq, dk, dv; and if learned those of directions and offsets
+_autograd.one_by_one(_lib, "favor_forward", "favor_backward")
 
 
 def attend(
@@ -61,6 +62,8 @@ def attend(
 
 
 class _Favor(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*arguments: Any) -> Any:
         operator = torch.ops.fastattn.favor_forward.default

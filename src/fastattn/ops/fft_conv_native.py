@@ -26,6 +26,7 @@ _lib.define(
     "fft_conv_backward(Tensor dy, Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, "
     "SymInt first, bool[] wanted) -> Tensor[]"
 )  # of u, taps, skip, pre and post, empty where not wanted
+_autograd.one_by_one(_lib, "fft_conv", "fft_conv_backward")
 
 
 def refusal(u: Tensor, lags: Lags) -> str | None:
@@ -107,6 +108,8 @@ def _call(*arguments: Any) -> Tensor:
 
 
 class _FFTConv(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         u: Tensor, taps: Tensor, skip: Any, pre: Any, post: Any, first: int, out: int

@@ -48,10 +48,13 @@ _lib.define(
     "fft_conv_correlate(Tensor u, Tensor y, SymInt groups, SymInt t, SymInt first, bool mirrored, "
     "bool circular, str way) -> Tensor"
 )
+_autograd.one_by_one(_lib, "fft_conv_convolve", "fft_conv_correlate")
 
 
 class Convolve(Function):
     """Inputs ``(b, c, n)``, taps ``(groups, t)``: outputs ``(b, c, out)``; a way is one of MAPS."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(u: Tensor, taps: Tensor, lags: Lags, way: str) -> Tensor:
@@ -76,6 +79,8 @@ class Convolve(Function):
 
 class Correlate(Function):
     """Inputs ``(b, c, n)`` and outputs ``(b, c, out)``: taps ``(groups, t)``, summed over b."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags, way: str) -> Tensor:

@@ -40,6 +40,9 @@ _lib.define(
     "Tensor? cu_seqlens, Tensor? start_kv, Tensor? start_z, Tensor? start_shift, "
     "str feature_map, bool causal, bool normalize) -> Tensor[]"
 )
+_autograd.one_by_one(
+    _lib, "linear_attention_forward", "linear_attention_step", "linear_attention_backward"
+)
 
 
 def refusal(q: Tensor) -> str | None:
@@ -121,6 +124,8 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _LinearAttention(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*arguments: Any) -> Any:
         operator = torch.ops.fastattn.linear_attention_forward.default

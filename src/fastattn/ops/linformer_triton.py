@@ -31,6 +31,13 @@ _lib.define(
     "linformer_attend_backward(Tensor dout, Tensor q, Tensor keys, Tensor values, Tensor? off, "
     "Tensor out, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)"
 )
+_autograd.one_by_one(
+    _lib,
+    "linformer_compress",
+    "linformer_compress_backward",
+    "linformer_attend",
+    "linformer_attend_backward",
+)
 
 
 def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
@@ -59,6 +66,8 @@ def _call_attend(*arguments: Any) -> Any:
 
 
 class _Compress(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, proj: Tensor, mask: Tensor | None, heads: int) -> Any:
         return _call_compress(x, proj, mask, heads)
@@ -83,6 +92,8 @@ _compress_once = once_differentiable(_compress_back)
 
 
 class _Attend(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(q: Tensor, keys: Tensor, values: Tensor, off: Tensor | None, scale: float) -> Any:
         return tuple(_call_attend(q, keys, values, off, scale))

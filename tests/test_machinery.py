@@ -1,0 +1,273 @@
+"""What PyTorch does with modules: compiling, exporting, transforming, adapting them."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from test_mechanisms import HEADS, OPTIONS, WIDTH
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import parametrize
+
+from fastattn import MECHANISMS, ops
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+backends = pytest.mark.parametrize("backend", ["torch", "triton"])
+mechanisms = pytest.mark.parametrize("name", MECHANISMS)
+
+
+def module(name, backend=None, **options):
+    torch.manual_seed(0)
+    made = MECHANISMS[name](
+        WIDTH, HEADS, batch_first=True, device=DEVICE, backend=backend, **OPTIONS[name] | options
+    )
+    return made
+
+
+def tokens(*shape):
+    return torch.randn(*shape, WIDTH, device=DEVICE)
+
+
+def assert_same(found, want):
+    """To the rounding of float32 sums."""
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5 * want.abs().max().item() + 1e-7)
+
+
+# torch.compile and torch.export
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@mechanisms
+def test_one_graph_serves_every_length_forward_and_backward(name, compiler):
+    torch._dynamo.reset()
+    ours = module(name, **({"seq_len": 64} if name == "linformer" else {}))
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=compiler)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for b, n in ((2, 20), (3, 33), (2, 47)):
+            x = tokens(b, n).requires_grad_()
+            out = compiled(x, x, x)[0]
+            (found,) = torch.autograd.grad(out.square().sum(), x)
+            want = ours(x, x, x)[0]
+            assert_same(out, want)
+            assert_same(found, torch.autograd.grad(want.square().sum(), x)[0])
+
+
+@mechanisms
+def test_export_keeps_the_numbers_and_takes_other_batches(name):
+    ours = module(name).eval()
+    x = tokens(2, 16)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(ours, (x, x, x), dynamic_shapes=({0: batch},) * 3)
+    for b in (2, 5):
+        x = tokens(b, 16)
+        assert_same(program.module()(x, x, x)[0], ours(x, x, x)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["reduce-overhead", "graph"])
+@mechanisms
+def test_cuda_graphs_replay_what_was_captured(name, form):
+    torch._dynamo.reset()
+    ours = module(name).to(torch.bfloat16)
+    x = tokens(2, 16).bfloat16()
+    if form == "graph":
+        out = torch.empty_like(x)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            ours(x, x, x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            out.copy_(ours(x, x, x)[0])
+        run = graph.replay
+    else:
+        compiled = torch.compile(ours, fullgraph=True, mode="reduce-overhead")
+        out = None
+    for _ in range(3):
+        x.copy_(tokens(2, 16))
+        if form == "graph":
+            run()
+            found = out
+        else:
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                found = compiled(x, x, x)[0].clone()
+        with torch.no_grad():
+            torch.testing.assert_close(found, ours(x, x, x)[0], rtol=2e-2, atol=2e-2)
+
+
+# torch.func
+
+
+@backends
+@mechanisms
+def test_grad_and_per_sample_gradients_equal_those_of_a_loop(name, backend):
+    ours = module(name, backend)
+    x = tokens(3, 16)
+    parameters = {n: p.detach() for n, p in ours.named_parameters()}
+
+    def loss(parameters, sample):
+        sample = sample.unsqueeze(0)
+        return functional_call(ours, parameters, (sample,) * 3)[0].square().sum()
+
+    with warnings.catch_warnings():  # torch's own attention loops as well, and says so
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        by_vmap = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(3):
+        want = torch.autograd.grad(loss(dict(ours.named_parameters()), x[i]), ours.parameters())
+        once = grad(loss)(parameters, x[i])
+        for (label, found), exact in zip(by_vmap.items(), want, strict=True):
+            assert_same(found[i], exact)
+            assert_same(once[label], exact)
+
+
+@backends
+@mechanisms
+def test_vmap_runs_over_samples_masks_and_models(name, backend):
+    ours = module(name, backend)
+    x = tokens(3, 2, 16)
+    ignored = torch.arange(16, device=DEVICE) >= torch.tensor([[9], [16], [12]], device=DEVICE)
+    ignored = ignored.unsqueeze(1).expand(3, 2, 16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        found = vmap(lambda x, mask: ours(x, x, x, mask)[0])(x, ignored)
+        if name != "bigbird":  # whose layout is looked up for each
+            many = torch.stack([ours.in_proj_weight.detach() * i for i in (1, 2, 3)])
+            weights = {n: p for n, p in ours.named_parameters() if n != "in_proj_weight"}
+            ensemble = vmap(
+                lambda w: functional_call(ours, weights | {"in_proj_weight": w}, (x[0],) * 3)[0]
+            )(many)
+            for i in range(3):
+                own = weights | {"in_proj_weight": many[i]}
+                assert_same(ensemble[i], functional_call(ours, own, (x[0],) * 3)[0])
+    for i in range(3):
+        assert_same(found[i], ours(x[i], x[i], x[i], ignored[i])[0])
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_vmap_runs_over_convolutions(backend):
+    from fastattn import _native
+
+    if backend == "native" and _native.refusal(DEVICE):
+        pytest.skip(_native.refusal(DEVICE))
+    u, k = torch.randn(3, 2, 4, 30, device=DEVICE), torch.randn(3, 4, 30, device=DEVICE)
+
+    def convolved(u, k):
+        return ops.fft_conv(u, k, backend=backend)
+
+    for dims in ((0, None), (None, 0), (0, 0), (1, 0)):
+        axis = dims[0] or 0
+        one = u if dims[0] is not None else u[0]
+        one = one.movedim(0, axis) if dims[0] else one
+        taps = k if dims[1] is not None else k[0]
+        found = vmap(convolved, in_dims=dims)(one, taps)
+        by_grad = vmap(grad(lambda u, k: convolved(u, k).square().sum(), argnums=(0, 1)), dims)
+        of_u, of_k = by_grad(one, taps)
+        for i in range(3):
+            a = one.select(axis, i) if dims[0] is not None else one
+            t = taps[i] if dims[1] is not None else taps
+            a, t = a.detach().requires_grad_(), t.detach().requires_grad_()
+            assert_same(found[i], convolved(a, t))
+            want = torch.autograd.grad(convolved(a, t).square().sum(), (a, t))
+            assert_same(of_u[i], want[0])
+            assert_same(of_k[i], want[1])
+
+
+@backends
+@mechanisms
+def test_a_forward_derivative_is_exact_or_refused(name, backend):
+    """On the kernels, and in torch's own attention, there is none: never a zero."""
+    ours = module(name, backend)
+    x, t = tokens(2, 16), tokens(2, 16)
+
+    def derivative():
+        return torch.func.jvp(lambda x: ours(x, x, x)[0], (x,), (t,))[1]
+
+    if backend == "triton" or name == "linformer":
+        with pytest.raises(NotImplementedError, match="forward"):
+            derivative()
+        return
+    found = derivative()
+    h = 1e-3
+    with torch.no_grad():
+        want = (ours(*(x + h * t,) * 3)[0] - ours(*(x - h * t,) * 3)[0]) / (2 * h)
+    assert (found - want).norm() < 0.02 * want.norm()
+
+
+# Parametrizations and adapters
+
+
+class LowRank(nn.Module):
+    """W + B A, with B zero at first."""
+
+    def __init__(self, weight, rank=2):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(rank, weight.shape[1], device=weight.device))
+        self.b = nn.Parameter(torch.zeros(weight.shape[0], rank, device=weight.device))
+
+    def forward(self, weight):
+        return weight + self.b @ self.a
+
+
+@mechanisms
+def test_an_adapter_as_a_parametrization_trains_alone_in_an_encoder(name):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, 0.0, batch_first=True, device=DEVICE)
+    layer.self_attn = module(name)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = tokens(2, 12)
+    want = model(x)
+    model.requires_grad_(False)
+    for block in model.layers:
+        for part, tensor in (
+            (block.self_attn, "in_proj_weight"),
+            (block.self_attn.out_proj, "weight"),
+        ):
+            adapter = LowRank(getattr(part, tensor))
+            parametrize.register_parametrization(part, tensor, adapter)
+    assert isinstance(model.layers[0].self_attn, MECHANISMS[name])
+    assert_same(model(x), want)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 8
+    optimizer = torch.optim.SGD(trained, lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(x) - x).square().sum().backward()
+        optimizer.step()
+    assert all(p.grad.abs().sum() > 0 for p in trained)
+    for model.training in (True, False):
+        with torch.no_grad():
+            assert (model(x) - want).abs().max() > 1e-4
+    with torch.no_grad():
+        tuned = model(x)
+        assert torch.equal(copy.deepcopy(model)(x), tuned)
+    for block in model.layers:
+        parametrize.remove_parametrizations(block.self_attn, "in_proj_weight")
+        parametrize.remove_parametrizations(block.self_attn.out_proj, "weight")
+    assert type(model.layers[0].self_attn) is MECHANISMS[name]
+    with torch.no_grad():
+        assert_same(model(x), tuned)
+
+
+# Autocast
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@mechanisms
+def test_autocast_on_a_gpu_trains_and_equals_eval(name, dtype):
+    ours = module(name)
+    x = tokens(2, 16)
+    with torch.autocast("cuda", dtype=dtype):
+        out = ours(x, x, x)[0]
+        assert out.dtype == dtype
+        ours.eval()
+        with torch.no_grad():
+            assert torch.equal(ours(x, x, x)[0], out)
+    out.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in ours.parameters())
+    assert_near = torch.testing.assert_close
+    assert_near(out.float(), ours(x, x, x)[0], rtol=0.05, atol=0.05)
