@@ -1,13 +1,15 @@
 """python -m fastattn.env says what can run here, and never fails."""
 
 import json
+import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import fastattn
-from fastattn import env
+from fastattn import _native, env
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -15,22 +17,73 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_json_has_versions_devices_and_backends(capsys):
     assert env.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["fastattn"] == fastattn.__version__
+    assert found["fastattn"].startswith(fastattn.__version__)
     assert found["torch"] == torch.__version__
     assert len(found["gpus"]) == torch.cuda.device_count()
-    backends = found["backends, the first runs"]
-    first = "triton" if torch.cuda.is_available() else "torch"
-    assert backends["linear_attention"].startswith(first)
-    assert ("native" in backends["fft_conv"]) == (found["native part"][f"on {DEVICE}"] == "runs")
+    assert found["backends"].keys() == {
+        name
+        for name in fastattn.ops.__all__
+        if name.endswith(("attention", "attention_scan", "fft_conv"))
+    }
+    native = _native.refusal(DEVICE)
+    assert found["native part"][f"on {DEVICE}"] == native or "runs"
+    for answers in found["backends"].values():
+        assert [*answers.values()].count("runs") == 1
+        assert answers["reference"] == "would run if named"
 
 
-def test_text_is_one_line_an_entry_and_names_the_variables():
+@pytest.mark.parametrize("op", ["linear_attention", "block_sparse_attention"])
+def test_what_it_says_of_a_backend_is_what_the_op_says(op):
+    answers = env.report()["backends"][op]
+    call = env._calls(DEVICE)[op]
+    for name, answer in answers.items():
+        os.environ["FASTATTN_BACKEND"] = name
+        try:
+            if answer.startswith("no: "):
+                with pytest.raises(ValueError, match="it needs CUDA"):
+                    call()
+            else:
+                assert call().isfinite().all()
+        finally:
+            del os.environ["FASTATTN_BACKEND"]
+    runs = next(name for name, answer in answers.items() if answer == "runs")
+    assert runs == ("triton" if DEVICE == "cuda" else "torch")
+
+
+def run(**variables):
     done = subprocess.run(
         [sys.executable, "-m", "fastattn.env"],
         capture_output=True,
         text=True,
         check=True,
-        env={**__import__("os").environ, "FASTATTN_BACKEND": "torch"},
+        env=os.environ | variables,
     )
-    assert "  FASTATTN_BACKEND: torch" in done.stdout.splitlines()
-    assert f"torch: {torch.__version__}" in done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_text_is_one_line_an_entry_and_names_the_variables():
+    lines = run(FASTATTN_BACKEND="torch", TRITON_INTERPRET="0")
+    assert "  FASTATTN_BACKEND: torch" in lines
+    assert f"torch: {torch.__version__}" in lines
+    answers = lines[lines.index("  favor_attention:") + 1 :][:3]
+    assert "    torch: runs" in answers
+    assert "    reference: would run if named" in answers
+    triton = "would run if named" if DEVICE == "cuda" else "no: the inputs are on the CPU, it needs"
+    assert any(line.startswith(f"    triton: {triton}") for line in answers)
+    assert lines[-1].startswith("for an issue: fastattn ")
+    assert "linear_attention torch" in lines[-1]
+
+
+def test_a_variable_that_names_no_backend_is_said_so():
+    lines = run(FASTATTN_BACKEND="cudnn")
+    at = lines.index("  fft_conv:")
+    assert "FASTATTN_BACKEND=cudnn is not one of this op's" in lines[at + 1]
+
+
+def test_a_broken_device_is_reported_and_no_error(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(torch, "zeros", broken)
+    assert env.main([]) == 0
+    assert "no: CUDA error: no kernel image" in capsys.readouterr().out

@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
+
+_asking = False
+
+
+class _Answer(Exception):  # noqa: N818
+    def __init__(self, candidates: dict[str, str | None]) -> None:
+        self.candidates = candidates
+
+
+def refusals(call: Callable[[], Any]) -> dict[str, str | None]:
+    """What each backend would say to this call of an op, in the order of choice; nothing runs."""
+    global _asking
+    _asking = True
+    try:
+        call()
+    except _Answer as answer:
+        return answer.candidates
+    finally:
+        _asking = False
+    raise AssertionError("the call has asked for no backend")
 
 
 def select(op: str, requested: str | None, **candidates: str | None) -> str:
@@ -15,6 +37,8 @@ def select(op: str, requested: str | None, **candidates: str | None) -> str:
     Raises:
         ValueError: The requested backend does not exist or refuses these inputs.
     """
+    if _asking:
+        raise _Answer(candidates)
     requested = requested or os.environ.get("FASTATTN_BACKEND")
     if requested is None:
         return next(name for name, refusal in candidates.items() if refusal is None)

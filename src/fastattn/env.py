@@ -6,36 +6,36 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module, metadata, util
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastattn
-from fastattn import _native
-from fastattn.ops.block_sparse import BACKENDS as BLOCK_SPARSE
-from fastattn.ops.favor import BACKENDS as FAVOR
-from fastattn.ops.fft_conv import BACKENDS as FFT_CONV
-from fastattn.ops.linear_attention import BACKENDS as LINEAR
-from fastattn.ops.linformer import BACKENDS as LINFORMER
-
-BACKENDS = LINEAR | FAVOR | FFT_CONV
-BACKENDS |= {"block_sparse_attention": BLOCK_SPARSE, "linformer_attention": LINFORMER}
+from fastattn import _native, ops
+from fastattn._backend import refusals
 
 
 def report() -> dict[str, Any]:
-    """Versions, devices and, for every op, the backends it has here; plain data, for JSON."""
-    gpu = torch.cuda.is_available()
-    native = _native.refusal("cuda" if gpu else "cpu") is None
+    """Versions, devices and, for every op, what each backend says here; plain data, for JSON."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
-        "fastattn": fastattn.__version__,
+        "fastattn": fastattn.__version__ + _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch cuda": torch.version.cuda or "none: built without CUDA",
+        "cudnn": str(torch.backends.cudnn.version() or "none"),
         "triton": _version("triton"),
+        "triton driver": _triton_driver(),
         "lightning (extra lra)": _version("lightning"),
+        "transformers": _version("transformers"),
+        "timm": _version("timm"),
         "gpus": _gpus(),
         "native part": {
             **{f"on {x}": _native.refusal(x) or "runs" for x in ("cpu", "cuda")},
@@ -46,18 +46,60 @@ def report() -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if name.startswith(("FASTATTN_", "TRITON_")) or name == "CUDA_VISIBLE_DEVICES"
         },
-        "backends, the first runs": {
-            op: ", ".join(
-                sorted((x for x in names if x != "native" or native), key=lambda x: _last(x, gpu))
-            )
-            for op, names in BACKENDS.items()
-        },
+        "backends": _all_backends(device),
     }
 
 
-def _last(backend: str, gpu: bool) -> bool:
-    """Without a GPU Triton is interpreted, and must be named."""
-    return backend == "triton" and not gpu
+def _all_backends(device: str) -> dict[str, dict[str, str]]:
+    try:
+        return {op: _backends(call) for op, call in _calls(device).items()}
+    except RuntimeError as error:  # a device that is there, and does not work
+        return {"every op": {device: f"no: {error}"}}
+
+
+def _calls(device: str) -> dict[str, Callable[[], Any]]:
+    """Each op on inputs of an ordinary shape: (1, 1, 128, 64), or 512 rows of 1024."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q = torch.zeros(1, 1, 128, 64, device=device, dtype=dtype)
+    wide = torch.zeros(16, 64, device=device)
+    u, taps = torch.zeros(8, 64, 1024, device=device, dtype=dtype), wide.new_zeros(64, 1024)
+    layout = ops.BlockLayout.bigbird(128)
+    sums = torch.zeros(16, 128, device=device, dtype=dtype)
+    return {
+        "linear_attention": lambda: ops.linear_attention(q, q, q),
+        "linear_attention_scan": lambda: ops.linear_attention_scan(q, q, q),
+        "favor_attention": lambda: ops.favor_attention(q, q, q, wide),
+        "favor_attention_scan": lambda: ops.favor_attention_scan(q, q, q, wide),
+        "block_sparse_attention": lambda: ops.block_sparse_attention(q, q, q, layout),
+        "linformer_attention": lambda: ops.linformer_attention(q, q, q, sums, sums),
+        "fft_conv": lambda: ops.fft_conv(u, taps),
+    }
+
+
+def _backends(call: Callable[[], Tensor]) -> dict[str, str]:
+    """Of each backend: that it runs, that it would if it were named, or why it cannot."""
+    answers = refusals(call)
+    named = os.environ.get("FASTATTN_BACKEND")
+    first = named or next(name for name, reason in answers.items() if reason is None)
+    if first not in answers:
+        return dict.fromkeys(answers, f"no: FASTATTN_BACKEND={named} is not one of this op's")
+    return {
+        name: f"no: {reason}" if reason else "runs" if name == first else "would run if named"
+        for name, reason in answers.items()
+    }
+
+
+def _commit() -> str:
+    """The commit of a checkout, or nothing."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f" (commit {done.stdout.strip()})"
 
 
 def _version(name: str) -> str:
@@ -69,14 +111,26 @@ def _version(name: str) -> str:
         return getattr(import_module(name), "__version__", "unknown")
 
 
+def _triton_driver() -> str:
+    """What Triton compiles for here, or why for nothing."""
+    try:
+        from triton.runtime import driver
+
+        target = driver.active.get_current_target()
+    except Exception as error:  # whatever a driver says about not being there
+        return f"none: {error}"
+    return f"{target.backend} {target.arch}"
+
+
 def _gpus() -> list[str]:
     if not torch.cuda.is_available():
         return []
-    return [
-        f"{torch.cuda.get_device_name(i)}, capability {'.'.join(map(str, capability))}"
-        for i in range(torch.cuda.device_count())
-        for capability in [torch.cuda.get_device_capability(i)]
-    ]
+    found = []
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        size = f"{about.total_memory / 2**30:.0f} GiB"
+        found.append(f"{about.name}, capability {about.major}.{about.minor}, {size}")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     if parser.parse_args(arguments).json:
         print(json.dumps(found, indent=2))
         return 0
+    backends = found.pop("backends")
     for key, value in found.items():
         if isinstance(value, dict):
             print(f"{key}:" + ("" if value else " none"))
@@ -94,6 +149,19 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"  {name}: {entry}")
         else:
             print(f"{key}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
+    print("backends:")
+    for op, answers in backends.items():
+        print(f"  {op}:")
+        for name, answer in answers.items():
+            print(f"    {name}: {answer}")
+    runs = "; ".join(
+        f"{op} {next((n for n, x in answers.items() if x == 'runs'), 'none')}"
+        for op, answers in backends.items()
+    )
+    print(
+        f"for an issue: fastattn {found['fastattn']}, torch {found['torch']}, triton "
+        f"{found['triton']}, {', '.join(found['gpus']) or 'no GPU'}, {found['platform']}: {runs}"
+    )
     return 0
 
 
