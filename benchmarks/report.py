@@ -19,7 +19,8 @@ HEAD = """# Benchmarks
 Made by `make bench` and `python benchmarks/report.py` from the JSON under `benchmarks/results/`.
 Time: median of `triton.testing.do_bench`, as called from Python; in brackets the replay of a CUDA
 graph. Memory: peak above inputs and upstream gradient. Error: relative, against float64, the
-largest of output and gradients ("-": another function, or too long to compute). ×: time over ours.
+largest of output and gradients ("-": another function, or too long to compute). ×: time over ours;
+of whole models over stock's, so that less than 1 is faster.
 TFLOP/s: of the products that count, without what a backward pass repeats, by the graph's time.
 """
 
@@ -49,10 +50,11 @@ def table(entries: list[dict], x: str = "n") -> str:
     rows.append("| --- " * (7 + rated) + "|")
     for at in sorted({e[x] for e in entries}):
         here = [e for e in entries if e[x] == at]
-        ours = next((e["ms"] for e in here if e["rival"] == OURS), None)
-        for e in sorted(here, key=lambda e: (e["rival"] != OURS, e["ms"])):
+        base = here[0].get("base", OURS)
+        ours = next((e["ms"] for e in here if e["rival"] == base), None)
+        for e in sorted(here, key=lambda e: (e["rival"] != base, e["ms"])):
             graph = f" ({milliseconds(e['graph_ms'])})" if e["graph_ms"] is not None else ""
-            ratio = "-" if ours is None else f"{e['ms'] / ours:.1f}"
+            ratio = "-" if ours is None else f"{e['ms'] / ours:.{1 if base == OURS else 2}f}"
             peak = "-" if e["peak_mib"] is None else f"{e['peak_mib']:.1f}"
             wrong = "-" if e["error"] is None else f"{e['error']:.1e}"
             floor = milliseconds(e.get("floor_ms"))

@@ -285,6 +285,22 @@ def test_every_way_to_say_causal_is_the_same(make):
 
 
 @needs_causal
+def test_masks_of_different_dtypes_agree_in_one_call(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 7)
+    pad = torch.arange(7) >= torch.tensor([[7], [4]])
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+
+    def as_float(mask):
+        return torch.zeros(mask.shape).masked_fill(mask, -torch.inf)
+
+    want = ours(x, x, x, pad, attn_mask=hidden)[0]
+    for padding in (pad, as_float(pad)):
+        for mask in (hidden, as_float(hidden)):
+            assert torch.equal(ours(x, x, x, padding, attn_mask=mask)[0], want)
+
+
+@needs_causal
 def test_causal_with_padding_equals_a_shorter_sequence(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 9)
@@ -392,10 +408,12 @@ def encoder(make, layers=2, **options):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_an_encoder_in_eval_really_calls_it(make, counter, device, padded, norm_first, autocast):
-    model = encoder(make, norm_first=norm_first).to(device)
-    x = tokens(3, 8, device=device)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "autocast"])
+def test_an_encoder_in_eval_really_calls_it(make, counter, device, padded, norm_first, precision):
+    autocast = precision == "autocast"
+    dtype = torch.float32 if autocast else getattr(torch, precision)
+    model = encoder(make, norm_first=norm_first).to(device, dtype)
+    x = tokens(3, 8, device=device, dtype=dtype)
     pad = torch.zeros(3, 8, dtype=torch.bool, device=device)
     pad[1, 5:] = True
     pad = pad if padded else None

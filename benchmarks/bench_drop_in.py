@@ -1,0 +1,54 @@
+"""From which length on is a model faster with another attention in it, all else being stock?"""
+
+import pytest
+import torch
+from torch import nn
+
+from fastattn import MECHANISMS, convert
+
+B, WIDTH, H, LAYERS = 4, 512, 8, 2
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
+OPTIONS = {"performer": {"num_features": 256}, "linformer": {"slots": 256}}
+PASSES = pytest.mark.parametrize("backward", [False, True])
+
+
+def encoder(n, device):
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, H, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+    return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).to(
+        device, torch.bfloat16
+    )
+
+
+@PASSES
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("rival", ["stock", *MECHANISMS])
+def bench_encoder(bench, rival, n, backward):
+    """torch's encoder as it is, and converted: training, or eval without gradients, where stock
+    takes its fast path."""
+    (x,) = bench.inputs((B, n, WIDTH))
+    model = encoder(n, x.device)
+    if rival != "stock":
+        options = OPTIONS.get(rival, {}) | ({"seq_len": n} if rival == "linformer" else {})
+        convert(model, rival, **options)
+    model.train(backward)
+
+    def run(x):
+        with torch.set_grad_enabled(backward):
+            return model(x)
+
+    bench(
+        run,
+        [x],
+        backward=backward,
+        parameters=[*model.parameters()] if backward else (),
+        case={
+            "op": f"nn.TransformerEncoder of {LAYERS} layers",
+            "rival": rival,
+            "base": "stock",
+            "shape": [B, WIDTH, n],
+            "n": n,
+            "dtype": "bfloat16",
+        },
+    )
