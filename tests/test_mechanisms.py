@@ -540,6 +540,48 @@ def test_it_compiles_whole(make, form, compiler):
     torch.testing.assert_close(compiled(x, x, x, **options)[0], ours(x, x, x, **options)[0])
 
 
+# What others' attentions have been reported to do
+
+
+def test_a_call_changes_none_of_its_inputs_and_none_changes_the_next(make):
+    ours = make(WIDTH, HEADS, batch_first=True).eval()
+    x, short = tokens(4, 16), tokens(1, 2)
+    pad = torch.arange(16) >= torch.tensor([[16], [15], [1], [0]])
+    inputs = (x, x.clone(), x.clone(), pad)
+    before = [y.clone() for y in inputs]
+    want = ours(*inputs)[0]
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    ours(short, short, short)  # a short batch, after which Hugging Face's BigBird was another
+    assert torch.equal(ours(*inputs)[0], want)
+    copied = copy.deepcopy(ours)
+    assert torch.equal(copied(*inputs)[0], want)
+
+
+def test_true_is_a_key_to_ignore(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(4, 5)
+    for i, length in enumerate((5, 4, 1, 0)):
+        pad = torch.arange(5) >= length
+        changed = x[i].masked_fill(pad.unsqueeze(-1), 7.0)
+        found = ours(changed, changed, changed, pad)[0][:length]
+        torch.testing.assert_close(found, ours(x[i], x[i], x[i], pad)[0][:length])
+        if length > 1:
+            changed[0] = 7.0
+            assert not torch.allclose(ours(changed, changed, changed, pad)[0][1:length], found[1:])
+
+
+def test_slices_and_views_are_taken_as_they_are(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    wide = torch.randn(3, 25, 2 * WIDTH + 3)
+    x = wide[1:, 2:22:2, 3 : WIDTH + 3]  # no axis is dense
+    pad = (torch.arange(20) > 12).expand(3, 20)[1:, ::2]
+    solid = x.contiguous()
+    want = ours(solid, solid, solid, pad.contiguous())[0]
+    torch.testing.assert_close(ours(x, x, x, pad)[0], want)
+    backwards = solid.flip(1).contiguous().flip(1)
+    torch.testing.assert_close(ours(backwards, backwards, backwards, pad)[0], want)
+
+
 # What is no error, and what is
 
 
