@@ -58,12 +58,14 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init([](int64_t batch, int64_t channels, int64_t group, int64_t n, int64_t out,
                        int64_t first, int64_t count, bool mirrored, int type) {
              return fa_conv_shape{batch, channels, group,         n, out, first,
-                                  count, mirrored, (fa_type)type, 0, 1};
+                                  count, mirrored, (fa_type)type, 0, 1,   0};
            }),
            py::arg("batch"), py::arg("channels"), py::arg("group"), py::arg("n"), py::arg("out"),
            py::arg("first"), py::arg("count"), py::arg("mirrored"), py::arg("type"))
       .def_readwrite("length", &fa_conv_shape::length)
-      .def_readwrite("slices", &fa_conv_shape::slices);
+      .def_readwrite("slices", &fa_conv_shape::slices)
+      .def_readwrite("valid", &fa_conv_shape::valid);
+  m.def("conv_valid", [](const fa_conv_shape &shape) { return fa_conv_valid(&shape); });
   m.def("conv_cpu_slices", [](const fa_conv_shape &shape, int threads) {
     return fa_conv_cpu_slices(&shape, threads);
   });
@@ -128,6 +130,13 @@ PYBIND11_MODULE(_C, m) {
     check([&] {
       return fa_conv_cpu(&shape, tensor(u), tensor(pre), tensor(post), tensor(y),
                          pointer<float>(taps), pointer<float>(skip), threads);
+    });
+  });
+  m.def("correlate_cpu", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post,
+                            Tensor dy, uintptr_t dtaps, int threads) {
+    check([&] {
+      return fa_correlate_cpu(&shape, tensor(u), tensor(pre), tensor(post), tensor(dy),
+                              pointer<float>(dtaps), threads);
     });
   });
   m.def("conv_backward_cpu", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post,

@@ -147,6 +147,67 @@ def test_value_and_gradients_for_any_length_and_number_of_taps(n, mode, backend)
             compare(make(1, 2, n, taps, mode), mode, backend)
 
 
+needs_windows = pytest.mark.skipif(
+    NATIVE is not None or ON_GPU, reason=str(NATIVE or "rows are cut into windows on a CPU")
+)
+
+
+@needs_windows
+@dtypes
+@pytest.mark.parametrize("mode", ["causal", "full", "lag 0", "lag 1"])
+@pytest.mark.parametrize(("n", "taps"), [(600, 3), (1000, 64), (4100, 130), (900, 1), (5000, 700)])
+def test_rows_much_longer_than_their_taps_are_cut_into_windows(n, taps, mode, dtype):
+    tensors = make(2, 3, n, taps, mode, gates=True, skip=True, dtype=dtype)
+    ahead = taps - 2 if "lag" in mode else 0
+    lags = Lags(-ahead, n, n + taps - 1 if mode == "full" else n)
+    assert 0 < fft_conv_native._window(lags, taps + ahead) < n
+    if n * taps < 1e6 or dtype == torch.float32:
+        compare(tensors, mode, "native")
+
+
+@needs_windows
+@pytest.mark.parametrize(("b", "c", "groups"), [(1, 1, 1), (1, 40, 4), (17, 2, 1), (5, 9, 9)])
+def test_windows_are_shared_by_threads_and_rows_of_any_number(b, c, groups):
+    tensors = make(b, c, 700, 9, "causal", groups, gates=True, skip=True)
+    compare(tensors, "causal", "native")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        compare(tensors, "causal", "native")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_windows
+def test_a_window_without_gates_of_strides_and_for_some_gradients_only():
+    wide = torch.randn(3, 900, 8)
+    k = torch.randn(4, 5)
+    u = wide.transpose(1, 2)[:, 1:5]
+    want = ops.fft_conv(u.double(), k.double(), backend="reference")
+    assert row_error(ops.fft_conv(u, k, backend="native"), want) < 5e-7
+    for name in "uk":
+        leaves = {"u": u.contiguous(), "k": k.clone()}
+        x = leaves[name].requires_grad_()
+        y = ops.fft_conv(**leaves, backend="native")
+        (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        z = ops.fft_conv(**{k: t.double() for k, t in leaves.items()}, backend="reference")
+        exact = torch.autograd.grad(z, x, torch.ones_like(z))[0]
+        assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@needs_windows
+def test_a_nan_stays_in_its_row_and_its_windows():
+    u, k = torch.randn(2, 3, 2000), torch.randn(3, 8)
+    clean = ops.fft_conv(u, k, backend="native")
+    u[1, 2, 1500] = torch.nan
+    y = ops.fft_conv(u, k, backend="native")
+    same = torch.isclose(y, clean, rtol=0, atol=0)
+    assert same[0].all()
+    assert same[1, :2].all()
+    assert same[1, 2, :1000].all()
+    assert y[1, 2, 1500:1508].isnan().all()
+
+
 @paths
 @dtypes
 @modes

@@ -38,8 +38,15 @@ typedef struct {
   int mirrored;
   fa_type type;   /* of inputs, outputs and gates */
   int64_t length; /* of the transform: fa_conv_length, or another that it may return */
-  int64_t slices; /* that the samples are cut into, for one block each; 1 to batch */
+  int64_t slices; /* that the samples, or windows, are cut into, for one block each */
+  int64_t valid;  /* 0, and a row is one transform; or see fa_conv_valid */
 } fa_conv_shape;
+
+/* Rows much longer than their taps are cut into windows of 2 length inputs, each one transform, of
+ * which so many outputs are right (overlap-save): 2 length less the span of the lags and of zero,
+ * or less than 1 where that leaves none. There are ceil(out / valid) windows. Lags stay below
+ * length. */
+int64_t fa_conv_valid(const fa_conv_shape *shape);
 
 /* Up to how many inputs a row is one transform on a device; its status where nothing runs there. */
 fa_status fa_conv_longest(int device, int64_t *longest);
@@ -86,6 +93,10 @@ fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_ten
 int64_t fa_conv_cpu_slices(const fa_conv_shape *shape, int threads);
 fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                       fa_tensor y, const float *taps, const float *skip, int threads);
+/* Of rows in windows: dtaps, (slices, channels, count), and nothing else; the other gradients are
+ * convolutions. */
+fa_status fa_correlate_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
+                           fa_tensor dy, float *dtaps, int threads);
 fa_status fa_conv_backward_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
                                fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
                                fa_tensor dpost, const float *taps, const float *skip, float *dtaps,

@@ -98,7 +98,7 @@ def fft_conv(
     if not u.numel():
         taps = taps[:, :0].sum() + sum(x.sum() for x in (u, *gates) if x is not None)
         return (u.new_zeros(*u.shape[:2], n + more) + taps).to(u.dtype)
-    run = _select(u, lags, exact_causal, backend)
+    run = _select(u, lags, taps.shape[1], exact_causal, backend)
     with in_full_precision(u.device.type):
         if run == "native":
             return native_path.convolve(u, taps, lags, *gates)
@@ -110,12 +110,12 @@ def fft_conv(
         return torch_path.convolved(u, taps, lags, *gates, convolve=way)
 
 
-def _select(u: Tensor, lags: Lags, exact_causal: bool, backend: str | None) -> str:
+def _select(u: Tensor, lags: Lags, taps: int, exact_causal: bool, backend: str | None) -> str:
     native = native_path.refusal(u, lags)
     if exact_causal:
         native = "it has no exact_causal"
     ways = {"native": native, "torch": None, "reference": None}
-    if not native_path.is_faster(u, lags):
+    if not native_path.is_faster(u, lags, taps):
         del ways["native"]
         ways["native"] = native
     return select("fft_conv", backend, **ways)

@@ -61,12 +61,13 @@ def _fused_on(device: torch.device) -> int | str:
     return longest
 
 
-def is_faster(u: Tensor, lags: Lags) -> bool:
+def is_faster(u: Tensor, lags: Lags, taps: int) -> bool:
     """Than torch.fft: on a CPU its rows fill vectors, and go through the cache side by side."""
     if u.device.type != "cpu":
         return True
     longest, fewest = _tuning.fft_conv_on_cpu()
-    return max(lags.n, lags.out) <= longest and u.shape[0] * u.shape[1] >= fewest
+    fits = max(lags.n, lags.out) <= longest or _window(lags, taps) > 0
+    return fits and u.shape[0] * u.shape[1] >= fewest
 
 
 def _most(lags: Lags, taps: int) -> int:
@@ -77,6 +78,15 @@ def _most(lags: Lags, taps: int) -> int:
 def _length(lags: Lags, taps: int) -> int:
     """The least power of two that a transform may have."""
     return 1 << (_most(lags, taps) - 1).bit_length()
+
+
+def _window(lags: Lags, taps: int) -> int:
+    """The transform of windows that rows are cut into on a CPU (overlap-save), or 0."""
+    low, high = lags.first, lags.first + taps - 1
+    if lags.circular:  # as ``convolve`` lays them out
+        low, high = 1 - lags.n, lags.n - 1
+    span, furthest = max(high, 0) - min(low, 0), max(abs(low), abs(high))
+    return _tuning.fft_conv_window(lags.out, span, furthest, _length(lags, taps))
 
 
 def convolve(
@@ -177,12 +187,18 @@ def _(
     return _gradients(u, taps, skip, pre, post, wanted)
 
 
-def _shape(u: Tensor, taps: Tensor, first: int, out: int) -> Any:
+def _shape(u: Tensor, taps: Tensor, lags: Lags) -> Any:
     (b, c, n), (groups, count) = u.shape, taps.shape
     part = _native.part()
-    shape = part.ConvShape(b, c, c // groups, n, out, first, count, False, TYPES[u.dtype])
+    shape = part.ConvShape(
+        b, c, c // groups, n, lags.out, lags.first, count, lags.mirrored, TYPES[u.dtype]
+    )
     if u.device.type == "cpu":
-        shape.length = _length(Lags(first, n, out), count)
+        if window := _window(lags, count):
+            shape.length = window
+            shape.valid = part.conv_valid(shape)
+        else:
+            shape.length = _length(lags, count)
         shape.slices = part.conv_cpu_slices(shape, torch.get_num_threads())
     else:
         shape.length = part.conv_length(shape)
@@ -243,7 +259,7 @@ def _forward(
 ) -> Tensor:
     u, taps, skip, pre, post = _resolved(u, taps, skip, pre, post)
     y = _like(u, out)
-    shape = _shape(u, taps, first, out)
+    shape = _shape(u, taps, Lags(first, u.shape[2], out))
     u, pre, post, made = _reachable(shape, u, pre, post, y)
     taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
     about = (shape, _at(u), _at(pre), _at(post), _at(made), _address(taps), _address(skip))
@@ -267,7 +283,10 @@ def _backward(
 ) -> list[Tensor]:
     dy, u, taps, skip, pre, post = _resolved(dy, u, taps, skip, pre, post)
     grads = _gradients(u, taps, skip, pre, post, wanted)
-    shape = _shape(u, taps, first, dy.shape[2])
+    lags = Lags(first, u.shape[2], dy.shape[2])
+    shape = _shape(u, taps, lags)
+    if shape.valid:
+        return _backward_in_windows(dy, u, taps, skip, pre, post, lags, shape, wanted, grads)
     c, groups = u.shape[1], taps.shape[0]
     of_rows = [grads[0], grads[3], grads[4]]
     dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
@@ -292,6 +311,50 @@ def _backward(
     for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
         if made is not x:
             x.copy_(made)
+    return grads
+
+
+def _backward_in_windows(
+    dy: Tensor,
+    u: Tensor,
+    taps: Tensor,
+    skip: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+    lags: Lags,
+    shape: Any,
+    wanted: list[bool],
+    grads: list[Tensor],
+) -> list[Tensor]:
+    """Gradients of what has gates are convolutions with another gate, mirrored but for post's."""
+    part, threads = _native.part(), torch.get_num_threads()
+    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    back = _shape(dy, taps, lags.adjoint)
+
+    def convolved_into(y: Tensor, shape: Any, x: Tensor, gate: Any, last_gate: Any) -> None:
+        ends = (_address(taps), _address(skip), threads)
+        part.conv_cpu(shape, _at(x), _at(gate), _at(last_gate), _at(y), *ends)
+
+    if wanted[0]:
+        convolved_into(grads[0], back, dy, post, pre)
+    if wanted[3]:
+        convolved_into(grads[3], back, dy, post, u)
+    if wanted[4]:
+        convolved_into(grads[4], shape, u, pre, dy)
+    if wanted[1]:
+        (groups, count), c = taps.shape, u.shape[1]
+        each = taps.new_empty(shape.slices, groups, c // groups, count)
+        part.correlate_cpu(shape, _at(u), _at(pre), _at(post), _at(dy), _address(each), threads)
+        torch.sum(each, (0, 2), out=grads[1])
+    if wanted[2]:
+        shared = min(lags.n, lags.out)
+        one, other = (
+            x[..., :shared].float()
+            if gate is None
+            else x[..., :shared].float() * gate[..., :shared]
+            for x, gate in ((u, pre), (dy, post))
+        )
+        torch.sum(one * other, (0, 2), out=grads[2])
     return grads
 
 
