@@ -128,6 +128,7 @@ class Build(build_ext):
             *(f"-I{x}" for x in (CSRC, CSRC / "include", CSRC / "cuda")),
         ]
         jobs = [("conv.cu", [], "conv.o"), ("conv_long.cu", [], "conv_long.o")]
+        jobs.append(("conv_windows.cu", [], "conv_windows.o"))
         jobs += [("conv_length.cu", [f"-DFA_LENGTH={n}"], f"conv_{n}.o") for n in LENGTHS]
 
         def compile_one(job: tuple) -> str:

@@ -104,6 +104,15 @@ PYBIND11_MODULE(_C, m) {
                                    pointer<float>(workspace), device, pointer<void>(stream));
     });
   });
+  m.def("correlate_cuda",
+        [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor dy,
+           uintptr_t dtaps, uintptr_t table, uintptr_t workspace, int device, uintptr_t stream) {
+          check([&] {
+            return fa_correlate_cuda(&shape, tensor(u), tensor(pre), tensor(post), tensor(dy),
+                                     pointer<float>(dtaps), pointer<float>(table),
+                                     pointer<float>(workspace), device, pointer<void>(stream));
+          });
+        });
   m.def("conv_long_workspace", [](const fa_conv_shape &shape, int64_t channels, bool gradient) {
     return fa_conv_long_workspace(&shape, channels, gradient);
   });

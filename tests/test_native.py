@@ -105,7 +105,7 @@ def test_everything_compiles_for_hopper_within_its_registers(tmp_path):
     assert info["cuda"] is True
     assert info["archs"] == ["90"]
     logs = sorted((tmp_path / "temp" / "cuda").glob("conv_*.log"))
-    assert len(logs) == 8  # seven lengths, and long rows
+    assert len(logs) == 9  # seven lengths, windows, and long rows
     for log in logs:
         limited(log.read_text())
     assert "[1.0, 12.0, 23.0, 34.0]" in works(tmp_path)

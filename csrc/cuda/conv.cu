@@ -1,5 +1,6 @@
 // Which length of transform a convolution takes, its table, and the calls that launch it.
 #include <atomic>
+#include <initializer_list>
 
 #include "conv_launch.cuh"
 #include "device_guard.h"
@@ -42,6 +43,21 @@ static bool valid(const fa_conv_shape *s) {
   return s->batch > 0 && s->channels > 0 && s->group > 0 && s->channels % s->group == 0 &&
          s->n > 0 && s->out > 0 && s->count > 0 && s->slices > 0 && s->slices <= s->batch &&
          s->type >= FA_FLOAT32 && s->type <= FA_FLOAT16 && does(*s, s->length);
+}
+
+// The same of rows in windows, which a length's plan decides on.
+static bool valid_in_windows(const fa_conv_shape *s) {
+  if (s->valid < 1 || s->out < 1) return false;
+  fa_conv_shape one = *s;  // a row that is whole has the same lags
+  one.n = one.out = 1, one.batch *= (s->out + s->valid - 1) / s->valid;
+  return s->n > 0 && s->n <= INT32_MAX && s->out <= INT32_MAX && s->valid <= fa_conv_valid(s) &&
+         (s->length == 1024 || s->length == 4096) && valid(&one);
+}
+
+static bool unit(std::initializer_list<fa_tensor> all) {
+  for (const fa_tensor &x : all)
+    if (x.data && x.n != 1) return false;
+  return true;
 }
 
 // What is known of a device, asked for once.
@@ -118,7 +134,9 @@ fa_status fa_conv_table(int64_t length, float *table) {
 
 int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int index) {
   Device device;
-  if (!valid(shape) || device_of(index, &device) != FA_OK) return 0;
+  if (!(shape->valid ? valid_in_windows(shape) : valid(shape)) ||
+      device_of(index, &device) != FA_OK)
+    return 0;
   return by_length(shape->length, (int64_t)0,
                    [&](auto of) { return decltype(of)::workspace(*shape, backward, device); });
 }
@@ -126,7 +144,9 @@ int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int index) {
 fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                        fa_tensor y, const float *taps, const float *skip, const float *table,
                        float *workspace, int index, void *stream) {
-  if (!valid(shape) || !u.data || !y.data || !taps || !table) return FA_BAD_ARGUMENT;
+  if (!(shape->valid ? valid_in_windows(shape) && unit({u, pre, post, y}) : valid(shape)) ||
+      !u.data || !y.data || !taps || !table)
+    return FA_BAD_ARGUMENT;
   Device device;
   fa_status status = device_of(index, &device);
   if (status != FA_OK) return status;
@@ -141,11 +161,31 @@ fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, f
                    skip,
                    reinterpret_cast<const float4 *>(table),
                    reinterpret_cast<float2 *>(workspace)};
-  bool unit = true;
-  for (const fa_tensor &x : {u, pre, post, y}) unit = unit && (!x.data || x.n == 1);
+  if (shape->valid) return start_windows(a, device, (cudaStream_t)stream);
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    return (fa_status) decltype(of)::convolve(a, unit, device, (cudaStream_t)stream);
+    bool side_by_side = unit({u, pre, post, y});
+    return (fa_status) decltype(of)::convolve(a, side_by_side, device, (cudaStream_t)stream);
   });
+}
+
+fa_status fa_correlate_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
+                            fa_tensor dy, float *dtaps, const float *table, float *workspace,
+                            int index, void *stream) {
+  if (!valid_in_windows(shape) || !unit({u, pre, post, dy}) || !u.data || !dy.data || !dtaps ||
+      !table)
+    return FA_BAD_ARGUMENT;
+  Device device;
+  fa_status status = device_of(index, &device);
+  if (status != FA_OK) return status;
+  OnDevice on(index);
+  if (on.error != cudaSuccess) return taken(on.error);
+  Gradient a = {};
+  a.shape = *shape;
+  a.u = u, a.pre = pre, a.post = post, a.dy = dy;
+  a.dtaps = dtaps;
+  a.table = reinterpret_cast<const float4 *>(table);
+  a.workspace = reinterpret_cast<float2 *>(workspace);
+  return start_windows(a, device, (cudaStream_t)stream);
 }
 
 fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
@@ -153,7 +193,8 @@ fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tens
                                 fa_tensor dpost, const float *taps, const float *skip, float *dtaps,
                                 float *dskip, const float *table, float *workspace, int index,
                                 void *stream) {
-  if (!valid(shape) || !u.data || !dy.data || !taps || !table) return FA_BAD_ARGUMENT;
+  if (!valid(shape) || shape->valid || !u.data || !dy.data || !taps || !table)
+    return FA_BAD_ARGUMENT;
   Device device;
   fa_status status = device_of(index, &device);
   if (status != FA_OK) return status;
@@ -173,11 +214,9 @@ fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tens
                 dskip,
                 reinterpret_cast<const float4 *>(table),
                 reinterpret_cast<float2 *>(workspace)};
-  bool unit = true;
-  for (const fa_tensor &x : {u, pre, post, dy, du, dpre, dpost})
-    unit = unit && (!x.data || x.n == 1);
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    return (fa_status) decltype(of)::gradients(a, unit, device, (cudaStream_t)stream);
+    bool side_by_side = unit({u, pre, post, dy, du, dpre, dpost});
+    return (fa_status) decltype(of)::gradients(a, side_by_side, device, (cudaStream_t)stream);
   });
 }
 

@@ -156,6 +156,27 @@ struct Gradient {
   float2 *workspace;  // where spectra do not fit into shared memory
 };
 
+// The taps whose gradient's spectrum is `sum`, numbers of which a thread has written itself.
+template <class P, class Sync>
+DEVICE void store_taps(Complex *x, const fa_conv_shape &s, const float2 *sum, float *to, int count,
+                       float2 *memory, const float4 *table, int t, Sync sync) {
+  using W = Row<P>;
+  UNROLL
+  for (int e = 0; e < P::E; e++) {
+    Complex total = number(sum, e * P::T + t);
+    x[e] = {total.re / P::N, s.mirrored ? -total.im / P::N : total.im / P::N};
+  }
+  W::inverse(x, memory, table, t, sync);
+  const int first = s.first;
+  UNROLL
+  for (int e = 0; e < P::E; e++) {
+    Complex w = times(x[e], W::twist(table, t, e));
+    int ahead = W::index(t, e) - first, behind = ahead - P::N;
+    if (ahead >= 0 && ahead < count) to[ahead] = w.re;
+    if (behind >= 0 && behind < count) to[behind] = -w.im;
+  }
+}
+
 // One group of threads. `memory` as above; `spectrum`, `input` and `sum` have N float2 each; `add`
 // sums a number over the group. Between two transforms is a barrier, unless the second is the
 // inverse of what the first left, or begins where an inverse has ended.
@@ -235,21 +256,8 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
   const int64_t row = slice * s.channels + channel;
   if (a.dtaps) {
     sync();
-    UNROLL
-    for (int e = 0; e < P::E; e++) {
-      Complex total = number(sum, e * P::T + t);
-      x[e] = {total.re / P::N, s.mirrored ? -total.im / P::N : total.im / P::N};
-    }
-    W::inverse(x, memory, a.table, t, sync);
-    float *to = a.dtaps + row * s.count;
-    const int first = s.first, count = active ? s.count : 0;
-    UNROLL
-    for (int e = 0; e < P::E; e++) {
-      Complex w = times(x[e], W::twist(a.table, t, e));
-      int ahead = W::index(t, e) - first, behind = ahead - P::N;
-      if (ahead >= 0 && ahead < count) to[ahead] = w.re;
-      if (behind >= 0 && behind < count) to[behind] = -w.im;
-    }
+    store_taps<P>(x, s, sum, a.dtaps + row * s.count, active ? (int)s.count : 0, memory, a.table, t,
+                  sync);
   }
   if (a.dskip) {
     dskip = add(dskip);

@@ -153,6 +153,10 @@ cudaError_t start(Kernel kernel, const Arguments &arguments, const Device &devic
   });
 }
 
+// Of rows in windows of 1024 or 4096: the convolution, and the gradient of its taps.
+cudaError_t start_windows(const Convolution &a, const Device &device, cudaStream_t stream);
+cudaError_t start_windows(const Gradient &a, const Device &device, cudaStream_t stream);
+
 // For one length; defined where FA_LENGTH is that.
 template <int N>
 struct Length {

@@ -321,7 +321,7 @@ def fft_conv_on_cpu() -> tuple[int, int]:
     return 32768, 5
 
 
-def fft_conv_window(out: int, span: int, furthest: int, whole: int) -> int:
+def fft_conv_window(out: int, span: int, furthest: int, whole: int, device: str) -> int:
     """The transform of a window of 2 N inputs into which rows are cut, or 0: they stay whole.
 
     By the operations, a number of a transform costing its levels and four more for the memory.
@@ -334,15 +334,16 @@ def fft_conv_window(out: int, span: int, furthest: int, whole: int) -> int:
         span: From the first lag to the last, zero included.
         furthest: The greatest lag either way.
         whole: The transform of a whole row.
+        device: "cpu" takes any power of two; "cuda" has two lengths, and has not been measured.
     """
-    best, found, size = 0.95 * whole * (math.log2(whole) + 4), 0, 64
-    while 2 * size <= whole:
+    best, found = 0.95 * whole * (math.log2(whole) + 4), 0
+    sizes = [1 << i for i in range(6, whole.bit_length() - 1)] if device == "cpu" else [1024, 4096]
+    for size in sizes:
         valid = 2 * size - span
-        if furthest < size <= valid:
+        if furthest < size <= valid and 2 * size <= whole:
             cost = -(-out // valid) * size * (math.log2(size) + 4)
             if cost < best:
                 best, found = cost, size
-        size *= 2
     return found
 
 

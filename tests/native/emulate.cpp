@@ -10,6 +10,7 @@
 
 #include "conv.cuh"
 #include "conv_long.cuh"
+#include "conv_windows.cuh"
 #include "plans.h"
 
 using namespace fastattn;
@@ -28,6 +29,7 @@ struct Case {
   int64_t batch, channels, group, n, out, first, count;
   bool mirrored, gated, skip;
   int64_t slices;
+  bool windows = false;
 };
 
 static fa_tensor tensor(Values &x, int64_t channels, int64_t n) {
@@ -119,8 +121,12 @@ static void run(Case c) {
   }
 
   // what the kernels make
-  fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n,  c.out,   c.first,
-                         c.count, c.mirrored, FA_FLOAT32, P::N, c.slices};
+  fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n,  c.out,    c.first,
+                         c.count, c.mirrored, FA_FLOAT32, P::N, c.slices, 0};
+  if (c.windows) {
+    int64_t low = c.mirrored ? -(c.first + c.count - 1) : c.first, high = low + c.count - 1;
+    shape.valid = 2 * P::N - std::max<int64_t>(high, 0) + std::min<int64_t>(low, 0);
+  }
   Values got_y(rows * c.out, NAN), got_du(rows * c.n, NAN), got_dpre(c.gated ? rows * c.n : 0),
       got_dpost(c.gated ? rows * c.out : 0);
   Values got_dtaps(c.slices * c.channels * c.count, 0), got_dskip(c.slices * c.channels, NAN);
@@ -151,6 +157,14 @@ static void run(Case c) {
   for (int64_t slice = 0; slice < c.slices; slice++)
     for (int64_t channel = 0; channel < c.channels; channel++)
       group(P::T, [&](int t, auto sync, auto add) {
+        if (c.windows) {
+          convolve_windows<P, float>(forward, channel, slice, t, memory.data(), spectrum.data(),
+                                     sync);
+          sync();
+          correlate_windows<P, float>(backward, channel, slice, t, memory.data(), input.data(),
+                                      sum.data(), sync);
+          return;
+        }
         convolve<P, float, true>(forward, channel, slice, t, memory.data(), spectrum.data(), sync);
         sync();
         gradients<P, float, true>(backward, channel, slice, t, memory.data(), spectrum.data(),
@@ -161,10 +175,15 @@ static void run(Case c) {
       got_dtaps[i] += got_dtaps[slice * c.channels * c.count + i];
     for (int64_t i = 0; i < c.channels; i++) got_dskip[i] += got_dskip[slice * c.channels + i];
   }
-  std::printf("N=%d E=%d n=%d out=%d first=%d count=%d%s%s%s:", P::N, P::E, (int)c.n, (int)c.out,
-              (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "", c.gated ? " gated" : "",
-              c.skip ? " skip" : "");
+  std::printf("%sN=%d E=%d n=%d out=%d first=%d count=%d%s%s%s:", c.windows ? "windows " : "", P::N,
+              P::E, (int)c.n, (int)c.out, (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "",
+              c.gated ? " gated" : "", c.skip ? " skip" : "");
   compare("y", got_y, y);
+  if (c.windows) {
+    compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
+    std::printf("\n");
+    return;
+  }
   compare("du", got_du, du);
   compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
   if (c.gated) compare("dpre", got_dpre, dpre), compare("dpost", got_dpost, dpost);
@@ -191,7 +210,7 @@ static void run_long(Case c) {
       }
 
   fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n, c.out, c.first,
-                         c.count, c.mirrored, FA_FLOAT32, N,   1};
+                         c.count, c.mirrored, FA_FLOAT32, N,   1,     0};
   Chunk a = chunk_of(shape);
   Values got(rows * c.out, NAN), got_dtaps(c.channels * c.count, 0);
   a.channels = c.channels;
@@ -247,6 +266,14 @@ int main() {
   run<Short<4096>>({1, 1, 1, 4096, 4096, 0, 4096, false, false, false, 1});
   run<Short<8192>>({1, 1, 1, 8192, 8192, 0, 8192, false, false, false, 1});
   run<Short<16384>>({1, 1, 1, 16384, 16384, 0, 16384, false, false, false, 1});
+  run<Short<256>>({2, 4, 2, 3000, 3000, 0, 20, false, true, true, 3, true});
+  run<Short<256>>({1, 2, 1, 1000, 1200, 0, 201, false, false, true, 2, true});
+  run<Short<256>>({1, 1, 1, 2000, 1700, -60, 101, false, true, false, 1, true});
+  run<Short<256>>({1, 1, 1, 2000, 2000, -60, 101, true, true, true, 5, true});
+  run<Short<256>>({2, 1, 1, 513, 513, 0, 1, false, false, false, 1, true});
+  run<Short<256>>({1, 1, 1, 700, 700, -255, 511, false, false, false, 1, true});
+  run<Short<1024>>({1, 2, 1, 5000, 5000, 0, 64, false, true, true, 2, true});
+  run<Short<4096>>({1, 1, 1, 20000, 20000, 0, 1000, false, false, true, 1, true});
   run_long<Short<256>, 4>({2, 4, 2, 2000, 2000, 0, 2000, false});
   run_long<Short<256>, 4>({1, 2, 1, 1500, 1500, 0, 100, false});
   run_long<Short<256>, 2>({1, 2, 1, 1111, 1111, -1110, 2221, false});

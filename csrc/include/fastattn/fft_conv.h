@@ -75,6 +75,12 @@ fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tens
                                 float *dskip, const float *table, float *workspace, int device,
                                 void *stream);
 
+/* Of rows in windows of a `length` of 1024 or 4096, contiguous: dtaps alone, as above; the other
+ * gradients are convolutions. */
+fa_status fa_correlate_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
+                            fa_tensor dy, float *dtaps, const float *table, float *workspace,
+                            int device, void *stream);
+
 /* Of rows longer than a transform takes, without gates and skip; rows have to be contiguous. They
  * are cut into blocks of `length`, 4096, 8192 or 16384, and worked on some channels at a time, of
  * all samples: at most 65535 rows. dtaps is (channels, count), where taps that reach nothing stay.
@@ -93,8 +99,7 @@ fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_ten
 int64_t fa_conv_cpu_slices(const fa_conv_shape *shape, int threads);
 fa_status fa_conv_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                       fa_tensor y, const float *taps, const float *skip, int threads);
-/* Of rows in windows: dtaps, (slices, channels, count), and nothing else; the other gradients are
- * convolutions. */
+/* As fa_correlate_cuda, for windows of any length. */
 fa_status fa_correlate_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                            fa_tensor dy, float *dtaps, int threads);
 fa_status fa_conv_backward_cpu(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,

@@ -111,7 +111,7 @@ def fft_conv(
 
 
 def _select(u: Tensor, lags: Lags, taps: int, exact_causal: bool, backend: str | None) -> str:
-    native = native_path.refusal(u, lags)
+    native = native_path.refusal(u, lags, taps)
     if exact_causal:
         native = "it has no exact_causal"
     ways = {"native": native, "torch": None, "reference": None}

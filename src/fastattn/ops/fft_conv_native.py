@@ -29,7 +29,7 @@ _lib.define(
 _autograd.one_by_one(_lib, "fft_conv", "fft_conv_backward")
 
 
-def refusal(u: Tensor, lags: Lags) -> str | None:
+def refusal(u: Tensor, lags: Lags, taps: int) -> str | None:
     """Why it cannot run, or None."""
     device, longest = u.device.type, max(lags.n, lags.out)
     if u.dtype not in TYPES:
@@ -41,7 +41,7 @@ def refusal(u: Tensor, lags: Lags) -> str | None:
         fused = _fused(u.device)
         if isinstance(fused, str):
             return fused
-        if longest > fused and u.shape[0] > 65535:
+        if longest > fused and u.shape[0] > 65535 and not _window(lags, taps, device):
             reason = f"it has at most 65535 samples of rows longer than {fused}"
     return reason
 
@@ -66,7 +66,7 @@ def is_faster(u: Tensor, lags: Lags, taps: int) -> bool:
     if u.device.type != "cpu":
         return True
     longest, fewest = _tuning.fft_conv_on_cpu()
-    fits = max(lags.n, lags.out) <= longest or _window(lags, taps) > 0
+    fits = max(lags.n, lags.out) <= longest or _window(lags, taps, "cpu") > 0
     return fits and u.shape[0] * u.shape[1] >= fewest
 
 
@@ -80,13 +80,13 @@ def _length(lags: Lags, taps: int) -> int:
     return 1 << (_most(lags, taps) - 1).bit_length()
 
 
-def _window(lags: Lags, taps: int) -> int:
-    """The transform of windows that rows are cut into on a CPU (overlap-save), or 0."""
+def _window(lags: Lags, taps: int, device: str) -> int:
+    """The transform of windows that rows are cut into (overlap-save), or 0: they stay whole."""
     low, high = lags.first, lags.first + taps - 1
     if lags.circular:  # as ``convolve`` lays them out
         low, high = 1 - lags.n, lags.n - 1
     span, furthest = max(high, 0) - min(low, 0), max(abs(low), abs(high))
-    return _tuning.fft_conv_window(lags.out, span, furthest, _length(lags, taps))
+    return _tuning.fft_conv_window(lags.out, span, furthest, _length(lags, taps), device)
 
 
 def convolve(
@@ -102,7 +102,9 @@ def convolve(
         one = lap(taps, lags)
         one = F.pad(one, (0, lags.n - one.shape[1]))
         taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
-    if u.device.type == "cuda" and _most(lags, taps.shape[1]) > _fused(u.device):
+    count, device = taps.shape[1], u.device.type
+    too_long = device == "cuda" and _most(lags, count) > _fused(u.device)
+    if too_long and not _window(lags, count, device):
         return _convolve_long(u, taps, lags, skip, pre, post)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
@@ -193,16 +195,18 @@ def _shape(u: Tensor, taps: Tensor, lags: Lags) -> Any:
     shape = part.ConvShape(
         b, c, c // groups, n, lags.out, lags.first, count, lags.mirrored, TYPES[u.dtype]
     )
-    if u.device.type == "cpu":
-        if window := _window(lags, count):
-            shape.length = window
-            shape.valid = part.conv_valid(shape)
-        else:
-            shape.length = _length(lags, count)
+    on_cpu = u.device.type == "cpu"
+    rows = b
+    if window := _window(lags, count, u.device.type):
+        shape.length = window
+        shape.valid = part.conv_valid(shape)
+        rows = b * -(-lags.out // shape.valid)
+    else:
+        shape.length = _length(lags, count) if on_cpu else part.conv_length(shape)
+    if on_cpu:
         shape.slices = part.conv_cpu_slices(shape, torch.get_num_threads())
     else:
-        shape.length = part.conv_length(shape)
-        shape.slices = _tuning.fft_conv_slices(b, c, u.device)
+        shape.slices = _tuning.fft_conv_slices(rows, c, u.device)
     return shape
 
 
@@ -231,9 +235,10 @@ def _resolved(*tensors: Tensor | None) -> list[Any]:
     return [x if x is None else x.resolve_neg() for x in tensors]
 
 
-def _reachable(shape: Any, *tensors: Tensor) -> list[Any]:
+def _reachable(shape: Any, first: Tensor, *others: Tensor | None) -> list[Any]:
     """As they are, or contiguous where only such rows can be read, or written."""
-    if shape.length <= 2048 or tensors[0].device.type == "cpu":
+    tensors = (first, *others)
+    if first.device.type == "cpu" or (shape.length <= 2048 and not shape.valid):
         return list(tensors)
     return [x if x is None else x.contiguous() for x in tensors]
 
@@ -262,13 +267,25 @@ def _forward(
     shape = _shape(u, taps, Lags(first, u.shape[2], out))
     u, pre, post, made = _reachable(shape, u, pre, post, y)
     taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
-    about = (shape, _at(u), _at(pre), _at(post), _at(made), _address(taps), _address(skip))
+    _run(shape, u, pre, post, made, taps, skip)
+    return y if made is y else y.copy_(made)
+
+
+def _run(
+    shape: Any,
+    u: Tensor,
+    pre: Tensor | None,
+    post: Tensor | None,
+    y: Tensor,
+    taps: Tensor,
+    skip: Tensor | None,
+) -> None:
+    about = (shape, _at(u), _at(pre), _at(post), _at(y), _address(taps), _address(skip))
     if u.device.type == "cpu":
         _native.part().conv_cpu(*about, torch.get_num_threads())
     else:
         launch, _ = _cuda(shape, False, u.device)
         _native.part().conv_cuda(*about, *launch)
-    return y if made is y else y.copy_(made)
 
 
 def _backward(
@@ -327,24 +344,26 @@ def _backward_in_windows(
     grads: list[Tensor],
 ) -> list[Tensor]:
     """Gradients of what has gates are convolutions with another gate, mirrored but for post's."""
-    part, threads = _native.part(), torch.get_num_threads()
+    of_rows = [grads[0], grads[3], grads[4]]
+    dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
     taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
     back = _shape(dy, taps, lags.adjoint)
-
-    def convolved_into(y: Tensor, shape: Any, x: Tensor, gate: Any, last_gate: Any) -> None:
-        ends = (_address(taps), _address(skip), threads)
-        part.conv_cpu(shape, _at(x), _at(gate), _at(last_gate), _at(y), *ends)
-
+    assert back.valid  # it has no more outputs, and the same lags
     if wanted[0]:
-        convolved_into(grads[0], back, dy, post, pre)
+        _run(back, dy, post, pre, du, taps, skip)
     if wanted[3]:
-        convolved_into(grads[3], back, dy, post, u)
+        _run(back, dy, post, u, dpre, taps, skip)
     if wanted[4]:
-        convolved_into(grads[4], shape, u, pre, dy)
+        _run(shape, u, pre, dy, dpost, taps, skip)
     if wanted[1]:
         (groups, count), c = taps.shape, u.shape[1]
         each = taps.new_empty(shape.slices, groups, c // groups, count)
-        part.correlate_cpu(shape, _at(u), _at(pre), _at(post), _at(dy), _address(each), threads)
+        about = (shape, _at(u), _at(pre), _at(post), _at(dy), _address(each))
+        if u.device.type == "cpu":
+            _native.part().correlate_cpu(*about, torch.get_num_threads())
+        else:
+            launch, _ = _cuda(shape, True, u.device)
+            _native.part().correlate_cuda(*about, *launch)
         torch.sum(each, (0, 2), out=grads[1])
     if wanted[2]:
         shared = min(lags.n, lags.out)
@@ -355,6 +374,9 @@ def _backward_in_windows(
             for x, gate in ((u, pre), (dy, post))
         )
         torch.sum(one * other, (0, 2), out=grads[2])
+    for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
+        if made is not x:
+            x.copy_(made)
     return grads
 
 
