@@ -187,7 +187,7 @@ def extensions() -> list[Extension]:
     return [
         Extension(
             "fastattn._C",
-            ["csrc/bindings.cpp", "csrc/cpu/conv.cpp"],
+            ["csrc/bindings.cpp", "csrc/cpu/conv.cpp", "csrc/cpu/pathfinder.cpp"],
             include_dirs=["csrc", "csrc/include", pybind11.get_include()],
             extra_compile_args=["/O2", "/std:c++17"]
             if windows

@@ -5,8 +5,10 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "fastattn/fft_conv.h"
+#include "fastattn/pathfinder.h"
 
 namespace py = pybind11;
 
@@ -25,7 +27,7 @@ static T *pointer(uintptr_t address) {
 
 // Calls f() without the interpreter's lock.
 template <class F>
-static void check(F f) {
+static void check(F f, const char *what = "convolution") {
   fa_status status;
   {
     py::gil_scoped_release released;
@@ -33,7 +35,7 @@ static void check(F f) {
   }
   if (status == FA_OUT_OF_MEMORY) throw std::bad_alloc();
   if (status != FA_OK)
-    throw std::runtime_error(std::string("convolution: ") + fa_status_string(status));
+    throw std::runtime_error(std::string(what) + ": " + fa_status_string(status));
 }
 
 static bool has_instructions() {
@@ -158,4 +160,52 @@ PYBIND11_MODULE(_C, m) {
                                   pointer<float>(dskip), threads);
     });
   });
+
+  py::class_<fa_pathfinder_tables>(m, "PathfinderTables")
+      .def(py::init([](int margin, int places, int width, int sprites, uintptr_t around,
+                       uintptr_t weights, uintptr_t steps, uintptr_t heads, uintptr_t pivots,
+                       uintptr_t starts, uintptr_t footprint, uintptr_t footprint_at,
+                       uintptr_t sprite_of, uintptr_t pictures) {
+        return fa_pathfinder_tables{margin,
+                                    places,
+                                    width,
+                                    sprites,
+                                    pointer<int32_t>(around),
+                                    pointer<uint32_t>(weights),
+                                    pointer<int32_t>(steps),
+                                    pointer<int32_t>(heads),
+                                    pointer<int32_t>(pivots),
+                                    pointer<int32_t>(starts),
+                                    pointer<int32_t>(footprint),
+                                    pointer<int32_t>(footprint_at),
+                                    pointer<int32_t>(sprite_of),
+                                    pointer<uint8_t>(pictures)};
+      }));
+  m.def("pathfinder_draw",
+        [](int size, int padding, int contour_length, int distractor_length, int distractors,
+           uint32_t contour_ink, uint32_t distractor_ink, int disc_width, uintptr_t disc,
+           uintptr_t ring, const std::vector<fa_pathfinder_tables> &tables, uint64_t key,
+           int64_t first, int64_t count, int threads, uintptr_t images, uintptr_t labels,
+           uintptr_t margins, uintptr_t attempts, uintptr_t found) {
+          fa_pathfinder settings{size,
+                                 padding,
+                                 contour_length,
+                                 distractor_length,
+                                 distractors,
+                                 contour_ink,
+                                 distractor_ink,
+                                 disc_width,
+                                 pointer<uint8_t>(disc),
+                                 pointer<int32_t>(ring),
+                                 static_cast<int32_t>(tables.size()),
+                                 tables.data()};
+          check(
+              [&] {
+                return fa_pathfinder_draw(&settings, key, first, count, threads,
+                                          pointer<uint8_t>(images), pointer<uint8_t>(labels),
+                                          pointer<int32_t>(margins), pointer<int32_t>(attempts),
+                                          pointer<int32_t>(found));
+              },
+              "pathfinder");
+        });
 }

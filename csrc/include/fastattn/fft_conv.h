@@ -11,16 +11,11 @@
 
 #include <stdint.h>
 
+#include "fastattn/status.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* 0, an error of CUDA's runtime (positive), or one of ours. */
-typedef int fa_status;
-enum { FA_OK = 0, FA_BAD_ARGUMENT = -1, FA_NO_CUDA = -2, FA_OUT_OF_MEMORY = -3 };
-
-/* What went wrong, in words that stay. */
-const char *fa_status_string(fa_status status);
 
 typedef enum { FA_FLOAT32 = 0, FA_BFLOAT16 = 1, FA_FLOAT16 = 2 } fa_type;
 
