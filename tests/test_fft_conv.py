@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import _native, ops
-from fastattn.ops import fft_conv_native, fft_conv_torch
+from fastattn.ops import fft_conv_blocks, fft_conv_native, fft_conv_torch
 from fastattn.ops.fft_conv_torch import Lags
 
 ON_GPU = torch.cuda.is_available()
@@ -642,7 +642,7 @@ def test_a_skip_is_a_tap_more_at_lag_0(first):
     u, taps, skip = torch.randn(2, 6, 20), torch.randn(3, 9), torch.randn(6)
     lags = Lags(first, 20, 20)
     want = fft_conv_torch.convolved(u, taps, lags, skip, None, None)
-    taps = fft_conv_native.with_skip(taps, skip, first)
+    taps = fft_conv_blocks.with_skip(taps, skip, first)
     found = fft_conv_torch.convolved(u, taps, lags, None, None, None)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 

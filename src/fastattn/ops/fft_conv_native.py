@@ -5,7 +5,6 @@ Nothing is kept but the inputs. A second derivative takes the torch path.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import _autograd, _native, _tuning
-from fastattn.ops.fft_conv_torch import MAPS, Convolve, Lags, convolved, lap
+from fastattn.ops.fft_conv_blocks import convolve_in_blocks
+from fastattn.ops.fft_conv_launch import TYPES, address, at, longest_fused, resolved, table_of
+from fastattn.ops.fft_conv_torch import Lags, convolved, lap
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LONGEST = 1 << 22  # inputs of a row
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
@@ -38,27 +38,12 @@ def refusal(u: Tensor, lags: Lags, taps: int) -> str | None:
     if reason is None and longest > LONGEST:
         reason = f"it has rows of at most {LONGEST}, not of {longest}"
     if reason is None and device == "cuda":
-        fused = _fused(u.device)
+        fused = longest_fused(u.device)
         if isinstance(fused, str):
             return fused
         if longest > fused and u.shape[0] > 65535 and not _window(lags, taps, device):
             reason = f"it has at most 65535 samples of rows longer than {fused}"
     return reason
-
-
-@torch.compiler.assume_constant_result
-def _fused(device: torch.device) -> int | str:
-    """Up to how many numbers a row is one transform on a GPU, or why nothing runs there."""
-    return _fused_on(device)
-
-
-@cache
-def _fused_on(device: torch.device) -> int | str:
-    try:
-        longest: int = _native.part().conv_longest(device.index)
-    except RuntimeError as error:
-        return f"on {torch.cuda.get_device_name(device)}: {error}"
-    return longest
 
 
 def is_faster(u: Tensor, lags: Lags, taps: int) -> bool:
@@ -103,9 +88,9 @@ def convolve(
         one = F.pad(one, (0, lags.n - one.shape[1]))
         taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
     count, device = taps.shape[1], u.device.type
-    too_long = device == "cuda" and _most(lags, count) > _fused(u.device)
+    too_long = device == "cuda" and _most(lags, count) > longest_fused(u.device)
     if too_long and not _window(lags, count, device):
-        return _convolve_long(u, taps, lags, skip, pre, post)
+        return convolve_in_blocks(u, taps, lags, skip, pre, post)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
     if not _autograd.needs_gradient(*(x for x in given if x is not None)):
@@ -210,31 +195,6 @@ def _shape(u: Tensor, taps: Tensor, lags: Lags) -> Any:
     return shape
 
 
-def _at(x: Tensor | None) -> tuple[int, ...] | None:
-    if x is None or x.numel() == 0:
-        return None
-    b, c, n = x.stride()
-    return x.data_ptr(), b, c, 1 if x.shape[2] == 1 else n
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None or x.numel() == 0 else x.data_ptr()
-
-
-@cache
-def _table(length: int, device: torch.device) -> Tensor:
-    """The roots of a transform, on a device; the first time synchronises."""
-    part = _native.part()
-    table = torch.empty(part.conv_table_size(length), dtype=torch.float32, device="cpu")
-    part.conv_table(length, table.data_ptr())
-    return table.to(device)
-
-
-def _resolved(*tensors: Tensor | None) -> list[Any]:
-    """Not views of what they are the negatives of."""
-    return [x if x is None else x.resolve_neg() for x in tensors]
-
-
 def _reachable(shape: Any, first: Tensor, *others: Tensor | None) -> list[Any]:
     """As they are, or contiguous where only such rows can be read, or written."""
     tensors = (first, *others)
@@ -248,9 +208,9 @@ def _cuda(shape: Any, backward: bool, device: torch.device) -> tuple[Any, ...]:
     index = device.index
     size = _native.part().conv_workspace(shape, backward, index)
     workspace = torch.empty(size, dtype=torch.float32, device=device)
-    table = _table(shape.length, device)
+    table = table_of(shape.length, device)
     stream = torch.cuda.current_stream(device).cuda_stream
-    return (table.data_ptr(), _address(workspace), index, stream), workspace
+    return (table.data_ptr(), address(workspace), index, stream), workspace
 
 
 def _forward(
@@ -262,7 +222,7 @@ def _forward(
     first: int,
     out: int,
 ) -> Tensor:
-    u, taps, skip, pre, post = _resolved(u, taps, skip, pre, post)
+    u, taps, skip, pre, post = resolved(u, taps, skip, pre, post)
     y = _like(u, out)
     shape = _shape(u, taps, Lags(first, u.shape[2], out))
     u, pre, post, made = _reachable(shape, u, pre, post, y)
@@ -280,7 +240,7 @@ def _run(
     taps: Tensor,
     skip: Tensor | None,
 ) -> None:
-    about = (shape, _at(u), _at(pre), _at(post), _at(y), _address(taps), _address(skip))
+    about = (shape, at(u), at(pre), at(post), at(y), address(taps), address(skip))
     if u.device.type == "cpu":
         _native.part().conv_cpu(*about, torch.get_num_threads())
     else:
@@ -298,7 +258,7 @@ def _backward(
     first: int,
     wanted: list[bool],
 ) -> list[Tensor]:
-    dy, u, taps, skip, pre, post = _resolved(dy, u, taps, skip, pre, post)
+    dy, u, taps, skip, pre, post = resolved(dy, u, taps, skip, pre, post)
     grads = _gradients(u, taps, skip, pre, post, wanted)
     lags = Lags(first, u.shape[2], dy.shape[2])
     shape = _shape(u, taps, lags)
@@ -313,8 +273,8 @@ def _backward(
         for size, want in ((taps.shape[1], wanted[1]), (1, wanted[2]))
     )
     about = (
-        *(shape, _at(u), _at(pre), _at(post), _at(dy), _at(du), _at(dpre), _at(dpost)),
-        *(_address(taps), _address(skip), _address(each_taps), _address(each_skip)),
+        *(shape, at(u), at(pre), at(post), at(dy), at(du), at(dpre), at(dpost)),
+        *(address(taps), address(skip), address(each_taps), address(each_skip)),
     )
     if u.device.type == "cpu":
         _native.part().conv_backward_cpu(*about, torch.get_num_threads())
@@ -358,7 +318,7 @@ def _backward_in_windows(
     if wanted[1]:
         (groups, count), c = taps.shape, u.shape[1]
         each = taps.new_empty(shape.slices, groups, c // groups, count)
-        about = (shape, _at(u), _at(pre), _at(post), _at(dy), _address(each))
+        about = (shape, at(u), at(pre), at(post), at(dy), address(each))
         if u.device.type == "cpu":
             _native.part().correlate_cpu(*about, torch.get_num_threads())
         else:
@@ -380,83 +340,6 @@ def _backward_in_windows(
     return grads
 
 
-def _convolve_long(
-    u: Tensor,
-    taps: Tensor,
-    lags: Lags,
-    skip: Tensor | None,
-    pre: Tensor | None,
-    post: Tensor | None,
-) -> Tensor:
-    """Of rows that are cut into blocks; gates are torch's, in float32."""
-    if skip is not None:
-        taps = with_skip(taps, skip, lags.first)
-    way = lambda u, taps, lags: Convolve.apply(u, taps, lags, "native")  # noqa: E731
-    if pre is None and post is None:
-        found: Tensor = way(u, taps, lags)
-        return found
-    return convolved(u, taps, lags, None, pre, post, convolve=way)
-
-
-def with_skip(taps: Tensor, skip: Tensor, first: int) -> Tensor:
-    """Taps ``(c, t)`` of every channel that do what ``skip`` would do besides: lag 0 has more."""
-    groups, t = taps.shape
-    each = taps.repeat_interleave(len(skip) // groups, 0)
-    return each + F.pad(skip.unsqueeze(1), (-first, t - 1 + first))
-
-
-def _long_shape(u: Tensor, groups: int, count: int, lags: Lags) -> Any:
-    b, c, n = u.shape
-    shape = _native.part().ConvShape(
-        b, c, c // groups, n, lags.out, lags.first, count, lags.mirrored, TYPES[u.dtype]
-    )
-    fused = _fused_on(u.device)
-    assert isinstance(fused, int)
-    shape.length = min(_tuning.fft_conv_block(max(n, lags.out)), fused)
-    return shape
-
-
-def _chunks(shape: Any, u: Tensor, gradient: bool) -> tuple[int, Tensor]:
-    """How many channels at a time, and their workspace."""
-    part, (b, c, _) = _native.part(), u.shape
-    one = part.conv_long_workspace(shape, 1, gradient)
-    channels = max(1, min(c, 65535 // b, _tuning.fft_conv_workspace() // one))
-    size = part.conv_long_workspace(shape, channels, gradient)
-    return channels, torch.empty(size, dtype=torch.float32, device=u.device)
-
-
-def _long(u: Tensor, taps: Tensor, lags: Lags) -> Tensor:
-    u, taps = _resolved(u, taps)
-    groups, count = taps.shape
-    shape = _long_shape(u, groups, count, lags)
-    u, taps, y = u.contiguous(), taps.contiguous(), u.new_empty(*u.shape[:2], lags.out)
-    channels, workspace = _chunks(shape, u, False)
-    stream = torch.cuda.current_stream(u.device).cuda_stream
-    table = _table(shape.length, u.device)
-    _native.part().conv_long_cuda(
-        *(shape, _at(u), _at(y), _address(taps), _address(table), _address(workspace)),
-        *(channels, u.device.index, stream),
-    )
-    return y
-
-
-def _long_correlate(u: Tensor, y: Tensor, groups: int, count: int, lags: Lags) -> Tensor:
-    u, y = _resolved(u, y)
-    c = y.shape[1]
-    shape = _long_shape(u, groups, count, lags)
-    u, y = u.contiguous(), y.contiguous()
-    dtaps = u.new_zeros(c, count, dtype=torch.float32)
-    channels, workspace = _chunks(shape, u, True)
-    stream = torch.cuda.current_stream(u.device).cuda_stream
-    table = _table(shape.length, u.device)
-    _native.part().correlate_long_cuda(
-        *(shape, _at(u), _at(y), _address(dtaps), _address(table), _address(workspace)),
-        *(channels, u.device.index, stream),
-    )
-    return dtaps.view(groups, c // groups, count).sum(1)
-
-
-MAPS["native"] = (_long, _long_correlate)
 for _key in ("CUDA", "CPU"):
     _lib.impl("fft_conv", _forward, _key)
     _lib.impl("fft_conv_backward", _backward, _key)
