@@ -22,7 +22,7 @@ demo: .venv/lra.stamp
 	@echo "  $(BIN)/fastattn-lra test --run runs/listops-linear"
 
 # A process a core, with one thread each: more would only wait for one another.
-test: .venv/dev.stamp
+test: .venv/dev.stamp .venv/models.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: .venv/dev.stamp
@@ -43,6 +43,12 @@ docs: .venv/dev.stamp
 
 clean:
 	rm -rf .venv demo docs/_build build dist src/*.egg-info
+
+# Apart, where only tests find them: beside a torch without CUDA, torchvision does not import, and
+# what would like to have it (Lightning) does not either.
+.venv/models.stamp: .venv/dev.stamp
+	$(INSTALL) --no-deps --target .venv/models timm torchvision peft accelerate psutil
+	touch $@
 
 # .venv/<extra>.stamp: the virtual environment holds fastattn[<extra>].
 .venv/%.stamp: pyproject.toml constraints.txt setup.py $(wildcard csrc/* csrc/*/* csrc/*/*/*)

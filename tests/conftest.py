@@ -1,9 +1,9 @@
-"""Set before any import: Triton kernels are interpreted where there is no GPU, and torchvision,
-whose wheel is built with CUDA, imports beside a torch without: it looks for two operators of its
-own, which no model needs."""
+"""Set before any import: Triton kernels are interpreted where there is no GPU, and libraries of
+models are found where the Makefile has put them."""
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+sys.path.append(str(Path(__file__).parent.parent / ".venv" / "models"))
 vision = importlib.util.find_spec("torchvision")
 with_cuda = vision and "+cu" in Path(vision.origin).with_name("version.py").read_text()
 if with_cuda and torch.version.cuda is None:
+    # Built with CUDA, beside a torch without: it looks for two operators, which no model needs.
     for name in ("nms", "qnms"):
         schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         torch.library.define(f"torchvision::{name}", schema)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.models.vision_transformer import Attention as Stock
@@ -140,5 +140,5 @@ def revert(model: nn.Module) -> list[str]:
         raise ValueError(f"{type(model).__name__} has no fastattn attention to revert")
     for module in reverted.values():
         del module.mechanism, module.options, module.layer_idx
-        module.__class__ = Stock  # type: ignore[assignment]
+        module.__class__ = cast(Any, Stock)
     return list(reverted)
