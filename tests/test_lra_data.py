@@ -15,10 +15,9 @@ from fastattn.lra.data import (
     Vocabulary,
     collate,
     evaluation_batches,
-    in_order,
     length_buckets,
-    write_files,
 )
+from fastattn.lra.files import in_order, write_files
 
 
 def _split(n: int, low: int = 1, high: int = 40, seed: int = 0) -> Split:
@@ -76,8 +75,29 @@ def test_a_split_gives_back_its_samples():
         split.sample(4)
 
 
+def test_a_sample_of_two_documents_keeps_them_together():
+    documents = [np.array(x, np.uint8) for x in ([1], [2, 3, 4], [5, 6], [7], [8], [])]
+    split = Split.of(documents, [7, 8, 9], parts=2)
+    assert len(split) == 3
+    assert split.lengths.tolist() == [3, 2, 1]
+    assert split.document_lengths.tolist() == [1, 3, 2, 1, 1, 0]
+    assert split.sample(1).tolist() == [5, 6, 7]
+    assert split.document(3).tolist() == [7]
+    part = split.slice(1, 3)
+    assert [part.sample(i).tolist() for i in range(2)] == [[5, 6, 7], [8]]
+    batch = collate(split, np.array([1, 0]))
+    assert batch.tokens.tolist() == [[5, 6, 0], [7, 0, 0], [1, 0, 0], [2, 3, 4]]
+    assert batch.lengths.tolist() == [2, 1, 1, 3]
+    assert batch.labels.tolist() == [8, 7]
+    assert BatchStream(split, 3, seed=0)[0].tokens.shape == (6, 3)
+
+
 def test_a_split_that_does_not_add_up_raises():
     tokens, labels = np.zeros(5, np.uint8), np.zeros(2, np.int64)
+    with pytest.raises(ValueError, match=r"\(2 N \+ 1,\) for N = 2 labels, got shape \(3,\)"):
+        Split(tokens, np.array([0, 2, 5]), labels, parts=2)
+    with pytest.raises(ValueError, match="parts must be at least 1, got 0"):
+        Split(tokens, np.array([0, 2, 5]), labels, parts=0)
     with pytest.raises(ValueError, match=r"\(N \+ 1,\) for N = 2 labels, got shape \(2,\)"):
         Split(tokens, np.array([0, 5]), labels)
     with pytest.raises(ValueError, match="from 0 to the 5 tokens, got 0 to 4"):
@@ -96,6 +116,7 @@ def test_a_fingerprint_sees_lengths_tokens_and_labels():
         Split(split.tokens, split.offsets, split.labels[::-1]),
     ]
     assert len({split.fingerprint(), *(other.fingerprint() for other in others)}) == 4
+    assert split.fingerprint() == "4bd09b561b18f2ad"  # published results hold such names
 
 
 def test_a_batch_holds_each_sample_and_zeros_after_it():

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fastattn.lra.data import Split
 from fastattn.lra.tasks.listops import VOCABULARY
+
+
+def majority(split: Split) -> float:
+    """The accuracy of the best constant label on this very split."""
+    if len(split) == 0:
+        raise ValueError("split must have at least one sample, got none")
+    return float(np.bincount(split.labels).max() / len(split))
+
+
+def accuracy_by_class(
+    split: Split, predictions: ArrayLike, classes: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """How many samples of each class there are, and the share of them that is predicted right.
+
+    Args:
+        split: Samples whose labels number the classes.
+        predictions: Predicted labels in the order of the split, ``(N,)``.
+        classes: Their names; one without samples is left out.
+    """
+    right = _predicted(split, predictions) == split.labels
+    return {
+        name: {"samples": int(ours.sum()), "accuracy": float(right[ours].mean())}
+        for name, ours in ((name, split.labels == i) for i, name in enumerate(classes))
+        if ours.any()
+    }
+
+
+def shared(one: Split, other: Split) -> int:
+    """How many samples of ``other`` have the content of a sample of ``one``, whatever its label."""
+
+    def digests(split: Split) -> list[bytes]:
+        samples = (split.sample(i) for i in range(len(split)))
+        return [hashlib.blake2b(sample.data, digest_size=16).digest() for sample in samples]
+
+    known = set(digests(one))
+    return sum(digest in known for digest in digests(other))
 
 
 def listops_floors(split: Split) -> dict[str, float]:
@@ -33,13 +72,8 @@ def accuracy_by_root(split: Split, predictions: ArrayLike) -> dict[str, dict[str
     Returns:
         For each first token that occurs, such as ``"[MAX"``: samples, accuracy and floor.
     """
-    predicted = np.asarray(predictions)
-    if predicted.shape != split.labels.shape:
-        raise ValueError(
-            f"predictions must be (N,) with N = {len(split)} samples, got shape {predicted.shape}"
-        )
     roots = split.tokens[split.offsets[:-1]]
-    right = predicted == split.labels
+    right = _predicted(split, predictions) == split.labels
     counts = _labels_by_root(split)
     return {
         VOCABULARY.tokens[root]: {
@@ -49,6 +83,15 @@ def accuracy_by_root(split: Split, predictions: ArrayLike) -> dict[str, dict[str
         }
         for root in np.unique(roots)
     }
+
+
+def _predicted(split: Split, predictions: ArrayLike) -> NDArray[np.int64]:
+    predicted = np.asarray(predictions)
+    if predicted.shape != split.labels.shape:
+        raise ValueError(
+            f"predictions must be (N,) with N = {len(split)} samples, got shape {predicted.shape}"
+        )
+    return predicted
 
 
 def _labels_by_root(split: Split) -> NDArray[np.int64]:

@@ -1,17 +1,25 @@
-"""The command ``fastattn-lra``: generate, verify, fit, test."""
+"""The command ``fastattn-lra``: generate, unpack, verify, fit, test."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import itertools
 import logging
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from fastattn.lra.analysis import shared
+from fastattn.lra.archives import unpack
+from fastattn.lra.data import Task
 from fastattn.lra.encoder import MIXERS, POSITIONS, mixers_of
+from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.recipes import RECIPES
 from fastattn.lra.tasks import TASKS
+from fastattn.lra.tasks.pathfinder_files import SETS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,33 +44,33 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate", help="write a task's public files, from a seed alone", allow_abbrev=False
     )
-    generate.set_defaults(run=_generate)
-    generate.add_argument("task", choices=TASKS)
-    generate.add_argument("--out", type=Path, required=True, help="directory to write")
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--num-train", type=int, default=96_000)
-    generate.add_argument("--num-val", type=int, default=2_000)
-    generate.add_argument("--num-test", type=int, default=2_000)
-    generate.add_argument("--min-length", type=int, default=501, help="shortest list, in tokens")
-    generate.add_argument("--max-length", type=int, default=1999, help="longest list, in tokens")
-    generate.add_argument("--workers", type=int, help="processes; one per core by default")
+    tasks = generate.add_subparsers(required=True, metavar="TASK", dest="task")
+    for name, task in TASKS.items():
+        _add_generate(tasks.add_parser(name, allow_abbrev=False), task)
+
+    unpack = commands.add_parser("unpack", help="unpack an archive", allow_abbrev=False)
+    unpack.set_defaults(run=_unpack)
+    unpack.add_argument("archive", type=Path, help="a tar, compressed or not, or a zip")
+    unpack.add_argument("--out", type=Path, required=True, help="directory to write")
 
     verify = commands.add_parser(
         "verify", help="counts, labels, fingerprints and floors of a data set", allow_abbrev=False
     )
     verify.set_defaults(run=_verify)
     verify.add_argument("data_dir", type=Path, metavar="DIR")
-    verify.add_argument("--task", choices=TASKS, default="listops")
+    verify.add_argument("--task", choices=TASKS, help="default: all whose files are there")
+    _add_protocol(verify)
 
     fit = commands.add_parser("fit", help="train a classifier", allow_abbrev=False)
     fit.set_defaults(run=_fit)
     fit.add_argument("--task", choices=TASKS, required=True)
     fit.add_argument("--data-dir", type=Path, required=True)
+    _add_protocol(fit)
     fit.add_argument(
         "--mixer",
         type=_mixers,
-        required=True,
-        help=f"{', '.join(MIXERS)}; or several in one argument, one a block: 'bigbird linear'; "
+        help="the recipe's if it has one; "
+        f"{', '.join(MIXERS)}; or several in one argument, one a block: 'bigbird linear'; "
         "options behind a colon: bigbird:block_size=32,num_random_blocks=4",
     )
     fit.add_argument("--recipe", choices=RECIPES, default="smoke")
@@ -70,13 +78,25 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--max-steps", type=int, help="cut the run off after so many steps")
     fit.add_argument("--seed", type=int, help="instead of the recipe's")
     fit.add_argument("--positions", choices=POSITIONS, help="instead of the recipe's")
-    fit.add_argument("--workers", type=int, help="loader processes")
+    fit.add_argument("--pool", help="mean, cls, last or attention:hops=4, instead of the recipe's")
+    fit.add_argument("--accumulate", type=int, help="compute a batch in so many shares")
+    fit.add_argument("--devices", type=int, default=1, help="GPUs of a host, or processes")
+    fit.add_argument("--nodes", type=int, default=1, help="hosts; start the command on each")
+    fit.add_argument(
+        "--checkpoint-pieces", action="store_true", help="no checkpoint file above 16 MB"
+    )
+    fit.add_argument("--workers", type=int, help="loader processes of each device")
+    fit.add_argument(
+        "--from", dest="begin", type=Path, metavar="RUN", help="begin with this run's best weights"
+    )
     fit.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
 
     test = commands.add_parser("test", help="test a run", allow_abbrev=False)
     test.set_defaults(run=_test)
     test.add_argument("--run", dest="run_dir", type=Path, required=True)
     test.add_argument("--data-dir", type=Path, help="instead of the data it was trained on")
+    _add_protocol(test, "instead of the run's")
+    test.add_argument("--devices", type=int, default=1, help="GPUs of this host, or processes")
     test.add_argument(
         "--require-above-floors",
         type=float,
@@ -84,6 +104,38 @@ def _parser() -> argparse.ArgumentParser:
         help="exit with code 1 unless the accuracy is so many points above every floor",
     )
     return parser
+
+
+def _add_protocol(
+    parser: argparse.ArgumentParser, help: str = "how to cut and split; default: our own"
+) -> None:
+    parser.add_argument("--protocol", choices=PROTOCOLS, help=help)
+
+
+# What the generators take. An option is that of a task where its generator has the parameter.
+_GENERATE: dict[str, dict[str, Any]] = {
+    "seed": {"type": int},
+    "n": {"type": int, "help": "images in all, 8, 1 and 1 tenths, instead of the next three"},
+    "num_train": {"type": int},
+    "num_val": {"type": int},
+    "num_test": {"type": int},
+    "min_length": {"type": int, "help": "shortest list, in tokens"},
+    "max_length": {"type": int, "help": "longest list, in tokens"},
+    "size": {"type": int, "choices": (32, 64, 128, 256), "help": "pixels a side"},
+    "difficulty": {"choices": tuple(SETS), "help": "contours of 6, 9 or 14 segments"},
+    "ease": {"type": float, "help": "of 128 pixels, a curriculum's dial: 0, easy, to 3"},
+    "source": {"type": Path, "help": "a package's folder to build from, instead of the seed"},
+    "workers": {"type": int, "help": "processes or threads; one per core by default"},
+}
+
+
+def _add_generate(parser: argparse.ArgumentParser, task: Task) -> None:
+    parser.set_defaults(run=_generate)
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    for name, parameter in inspect.signature(task.generate).parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(flag, default=parameter.default, **_GENERATE[name])
 
 
 def _mixers(text: str) -> str:
@@ -95,32 +147,66 @@ def _mixers(text: str) -> str:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    if options.out.exists() and any(options.out.iterdir()):
-        raise ValueError(f"{options.out} is not empty: name another directory")
-    TASKS[options.task].generate(
-        options.out,
-        seed=options.seed,
-        num_train=options.num_train,
-        num_val=options.num_val,
-        num_test=options.num_test,
-        min_length=options.min_length,
-        max_length=options.max_length,
-        workers=options.workers,
-    )
+    task = TASKS[options.task]
+    given = {name: value for name, value in vars(options).items() if name in _GENERATE}
+    task.generate(options.out, **given)
     print(f"{options.task} written to {options.out}")
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    task = TASKS[options.task]
-    for name, split in task.load(options.data_dir).items():
-        lengths, labels = split.lengths, split.labels
-        shares = [f"{(labels == c).mean():.3f}" for c in range(task.num_classes)]
-        print(f"{name}: {len(split)} samples, fingerprint {split.fingerprint()}")
-        print(f"  lengths {lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}")
-        print(f"  labels 0 to {task.num_classes - 1}: {' '.join(shares)}")
-        print("  floors: " + _floors(task.floors(split)))
+def _unpack(options: argparse.Namespace) -> int:
+    unpack(options.archive, options.out)
+    names = sorted(path.name for path in options.out.iterdir())
+    print(f"unpacked to {options.out}: {', '.join(names)}")
     return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    tasks = [options.task] if options.task else _tasks_in(options.data_dir)
+    for name in tasks:
+        task = TASKS[name]
+        data = task.load(options.data_dir, options.protocol)
+        print(f"{name} in {data.record['folder']}, protocol {data.record['protocol']}")
+        _print_notes(data.record)
+        for part, split in data.items():
+            lengths, labels = split.document_lengths, split.labels
+            shares = [f"{(labels == c).mean():.3f}" for c in range(task.num_classes)]
+            print(f"{part}: {len(split)} samples, fingerprint {split.fingerprint()}")
+            print(f"  lengths {lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}")
+            print(f"  labels 0 to {task.num_classes - 1}: {' '.join(shares)}")
+            print("  floors: " + _floors(task.floors(split)))
+        for (one, a), (other, b) in itertools.combinations(data.items(), 2):
+            if common := shared(a, b):
+                print(f"note: {common} samples of {other} are in {one} as well")
+    if not options.task:
+        absent = [name for name in TASKS if name not in tasks]
+        print(f"not here: {', '.join(absent) or 'nothing'}")
+    return 0
+
+
+def _tasks_in(data_dir: Path) -> list[str]:
+    """The tasks whose files are there; a ValueError that says what each lacks, if none is."""
+    found, errors = [], []
+    for name, task in TASKS.items():
+        try:
+            task.find(data_dir)
+            found.append(name)
+        except ValueError as error:
+            errors.append(f"{name}: {error}")
+    if not found:
+        raise ValueError("no task's files are complete there\n" + "\n".join(errors))
+    return found
+
+
+def _print_notes(record: dict[str, Any]) -> None:
+    if record.get("stand_in"):
+        print(f"stand-in, not LRA: {record['stand_in']}")
+    elif record.get("generated"):
+        given = {name: value for name, value in record["generator"].items() if value is not None}
+        origin = ", ".join(f"{name} {value}" for name, value in given.items())
+        print(f"generated, not the public files: {origin}")
+    for note in record.get("notes", ()):
+        print(f"note: {note}")
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -129,17 +215,33 @@ def _fit(options: argparse.Namespace) -> int:
         recipe = replace(recipe, seed=options.seed)
     if options.positions is not None:
         recipe = replace(recipe, positions=options.positions)
+    if options.pool is not None:
+        recipe = replace(recipe, pool=options.pool)
+    if options.accumulate is not None:
+        recipe = replace(recipe, accumulate=options.accumulate)
     if options.max_steps is not None:
         recipe = recipe.at_most(options.max_steps)
-    result = _runs().fit(
+    mixer = options.mixer or recipe.mixer
+    if mixer is None:
+        raise ValueError(f"--mixer must be given: recipe {recipe.name} has none of its own")
+    runs = _runs()
+    result = runs.fit(
         options.task,
         options.data_dir,
         recipe,
-        options.mixer,
+        mixer,
         options.out,
         workers=options.workers,
         resume=options.resume,
+        protocol=options.protocol,
+        devices=options.devices,
+        nodes=options.nodes,
+        pieces=options.checkpoint_pieces,
+        begin=options.begin,
     )
+    if not runs.is_first():
+        return 0
+    _print_notes(result["data"])
     best = result["fit"]["best"]
     print(
         f"validation accuracy {100 * best['val_accuracy']:.2f} % at step {best['step']}, "
@@ -150,8 +252,14 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _test(options: argparse.Namespace) -> int:
-    result = _runs().evaluate(options.run_dir, options.data_dir)["test"]
+    runs = _runs()
+    result = runs.evaluate(
+        options.run_dir, options.data_dir, protocol=options.protocol, devices=options.devices
+    )["test"]
+    if not runs.is_first():
+        return 0
     floors = result["floors"]
+    _print_notes(result)
     if not result["data_of_the_run"]:
         print("note: this is not the test set that belongs to the run's training data")
     print(

@@ -7,19 +7,12 @@ true lengths, never from the pad id: a pixel may well be 0.
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import os
-import sys
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -29,7 +22,6 @@ from torch.utils.data import Dataset
 
 Tokens: TypeAlias = NDArray[np.uint8]
 Indices: TypeAlias = NDArray[np.int64]
-T = TypeVar("T")
 Augment: TypeAlias = Callable[[Tokens, Indices, np.random.Generator], Tokens]
 
 
@@ -70,24 +62,34 @@ class Vocabulary:
             ) from None
 
 
+# UTF-8 as it is, so no text is unknown; and grey levels. An id is the byte itself.
+BYTES = Vocabulary(("<pad>", *(f"byte {i}" for i in range(1, 256))))
+GREYS = Vocabulary(tuple(f"grey {i}" for i in range(256)))
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One split of a task, ragged: sample i is ``tokens[offsets[i]:offsets[i + 1]]``.
+    """One split of a task, ragged: document j is ``tokens[offsets[j]:offsets[j + 1]]``.
 
     Args:
-        tokens: Every sample, one after another, ``(total,)`` uint8.
-        offsets: Where each begins, and at last the total, ``(N + 1,)`` int64.
+        tokens: Every document, one after another, ``(total,)`` uint8; may be memory-mapped.
+        offsets: Where each begins, and at last the total, ``(N * parts + 1,)`` int64.
         labels: ``(N,)`` int64.
+        parts: Documents a sample: sample i is documents ``i * parts ... i * parts + parts - 1``.
     """
 
     tokens: Tokens
     offsets: Indices
     labels: Indices
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.labels) + 1:
+        if self.parts < 1:
+            raise ValueError(f"parts must be at least 1, got {self.parts}")
+        if len(self.offsets) != len(self.labels) * self.parts + 1:
+            wanted = "(N + 1,)" if self.parts == 1 else f"({self.parts} N + 1,)"
             raise ValueError(
-                f"offsets must be (N + 1,) for N = {len(self.labels)} labels, "
+                f"offsets must be {wanted} for N = {len(self.labels)} labels, "
                 f"got shape {self.offsets.shape}"
             )
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
@@ -97,32 +99,56 @@ class Split:
             )
 
     @classmethod
-    def of(cls, samples: Sequence[Tokens], labels: Sequence[int]) -> Split:
-        """The split of these samples, each ``(n,)`` uint8."""
-        offsets = np.zeros(len(samples) + 1, np.int64)
-        np.cumsum([len(sample) for sample in samples], out=offsets[1:])
-        tokens = np.concatenate([np.zeros(0, np.uint8), *samples])
-        return cls(tokens, offsets, np.asarray(labels, np.int64))
+    def of(cls, documents: Sequence[Tokens], labels: Sequence[int], parts: int = 1) -> Split:
+        """The split of these documents, each ``(n,)`` uint8, ``parts`` to a sample."""
+        offsets = np.zeros(len(documents) + 1, np.int64)
+        np.cumsum([len(document) for document in documents], out=offsets[1:])
+        tokens = np.concatenate([np.zeros(0, np.uint8), *documents])
+        return cls(tokens, offsets, np.asarray(labels, np.int64), parts)
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Memory-mapped tokens travel to another process as their place in the file."""
+        tokens, rest = self.tokens, (self.offsets, self.labels, self.parts)
+        if not isinstance(tokens, np.memmap) or len(tokens) == 0:
+            return Split, (np.asarray(tokens), *rest)
+        whole = tokens
+        while isinstance(whole.base, np.memmap):
+            whole = whole.base
+        start = whole.offset + tokens.ctypes.data - whole.ctypes.data
+        return _mapped, (str(tokens.filename), start, len(tokens), *rest)
+
     @property
-    def lengths(self) -> Indices:
+    def document_lengths(self) -> Indices:
+        """Tokens of each document, ``(N * parts,)``."""
         return np.diff(self.offsets)
 
+    @property
+    def lengths(self) -> Indices:
+        """Tokens of each sample's longest document, ``(N,)``."""
+        if self.parts == 1:
+            return self.document_lengths
+        return self.document_lengths.reshape(-1, self.parts).max(1)
+
     def sample(self, i: int) -> Tokens:
-        """The tokens of sample i, ``(n,)``, as a view."""
-        i = range(len(self))[i]
-        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+        """The tokens of sample i, its documents one after another, ``(n,)``, as a view."""
+        i = range(len(self))[i] * self.parts
+        return self.tokens[self.offsets[i] : self.offsets[i + self.parts]]
+
+    def document(self, j: int) -> Tokens:
+        """The tokens of document j, ``(n,)``, as a view."""
+        j = range(len(self.offsets) - 1)[j]
+        return self.tokens[self.offsets[j] : self.offsets[j + 1]]
 
     def slice(self, start: int, stop: int) -> Split:
         """Samples ``start`` to ``stop - 1``, as a view."""
         start, stop, _ = slice(start, stop).indices(len(self))
         stop = max(start, stop)
-        first, last = self.offsets[start], self.offsets[stop]
-        offsets = self.offsets[start : stop + 1] - first
-        return Split(self.tokens[first:last], offsets, self.labels[start:stop])
+        offsets = self.offsets[start * self.parts : stop * self.parts + 1]
+        tokens = self.tokens[offsets[0] : offsets[-1]]
+        return Split(tokens, offsets - offsets[0], self.labels[start:stop], self.parts)
 
     def take(self, n: int) -> Split:
         """The first n samples, or all where there are fewer."""
@@ -130,10 +156,36 @@ class Split:
 
     def fingerprint(self) -> str:
         """16 hex digits that name this content: lengths, tokens and labels, in this order."""
-        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
-        digest.update(self.tokens.tobytes())
+        digest = hashlib.sha256(self.document_lengths.astype("<i8").tobytes())
+        digest.update(np.ascontiguousarray(self.tokens).data)
         digest.update(self.labels.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
+
+
+def _mapped(path: str, start: int, size: int, *rest: Any) -> Split:
+    return Split(np.memmap(path, np.uint8, "r", offset=start, shape=(size,)), *rest)
+
+
+def gather(split: Split, index: Indices) -> tuple[Tokens, Indices]:
+    """The documents of some samples, ``(total,)``, and their offsets, with no loop over tokens."""
+    index = (np.asarray(index)[:, None] * split.parts + np.arange(split.parts)).ravel()
+    starts = split.offsets[index]
+    lengths = split.offsets[index + 1] - starts
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+    return split.tokens[at], offsets
+
+
+class Data(dict[str, Split]):
+    """The splits ``"train"``, ``"val"`` and ``"test"`` of a task.
+
+    ``record`` is what else is known of them, in JSON: their protocol, where they lie, whether they
+    were generated or stand in for the public data, and ``"notes"``, sentences for the user.
+    """
+
+    def __init__(self, splits: Mapping[str, Split], record: Mapping[str, Any]) -> None:
+        super().__init__(splits)
+        self.record = dict(record)
 
 
 @runtime_checkable
@@ -150,14 +202,21 @@ class Task(Protocol):
     def num_classes(self) -> int: ...
 
     @property
+    def parts(self) -> int:
+        """Documents a sample: 2 where two texts are compared, else 1."""
+
+    @property
     def generate(self) -> Callable[..., None]:
-        """``generate(out, *, seed, num_train, num_val, num_test, workers)``, and what a task adds.
+        """``generate(out, *, seed, num_train, num_val, num_test)``, and what a task adds.
 
         Writes the public file layout under ``out``, from the seed alone.
         """
 
-    def load(self, data_dir: str | os.PathLike[str]) -> dict[str, Split]:
-        """Read the public files: splits ``"train"``, ``"val"`` and ``"test"``."""
+    def find(self, data_dir: str | os.PathLike[str]) -> Path:
+        """The directory with the public files, at or under ``data_dir``; a ValueError if none."""
+
+    def load(self, data_dir: str | os.PathLike[str], protocol: str | None = None) -> Data:
+        """Read the public files, cut and split as a protocol of ``fastattn.lra.protocols`` says."""
 
     def floors(self, split: Split) -> dict[str, float]:
         """Accuracies on this very split that need no understanding of the task."""
@@ -170,10 +229,13 @@ class Task(Protocol):
 
 
 class Batch(NamedTuple):
-    """Samples side by side; only the first ``lengths[i]`` tokens of row i belong to it."""
+    """Samples side by side, a row a document; row j's first ``lengths[j]`` tokens belong to it.
 
-    tokens: Tensor  # (b, n) int64, 0 beyond the length
-    lengths: Tensor  # (b,) int64
+    The documents of a sample are neighbours: rows ``i * parts ... i * parts + parts - 1``.
+    """
+
+    tokens: Tensor  # (b * parts, n) int64, 0 beyond the length
+    lengths: Tensor  # (b * parts,) int64
     labels: Tensor  # (b,) int64
 
 
@@ -192,16 +254,13 @@ def collate(
         augment: Applied to the gathered tokens before they are padded.
         rng: The randomness of ``augment``; needed with it.
     """
-    starts = split.offsets[index]
-    lengths = split.offsets[np.asarray(index) + 1] - starts
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-    tokens = split.tokens[at]
+    tokens, offsets = gather(split, index)
+    lengths = np.diff(offsets)
     if augment is not None:
         if rng is None:
             raise ValueError("rng must be given with augment, got None: pass a numpy Generator")
         tokens = augment(tokens, offsets, rng)
-    padded = np.zeros((len(lengths), lengths.max(initial=0)), np.int64)  # (b, n)
+    padded = np.zeros((len(lengths), lengths.max(initial=0)), np.int64)  # (b * parts, n)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = tokens
     return Batch(*(torch.from_numpy(x) for x in (padded, lengths, split.labels[index])))
 
@@ -285,128 +344,3 @@ class BatchStream(Dataset[Batch]):
             rng = np.random.default_rng([self.seed, 0, epoch])
             self._epoch = epoch, length_buckets(self.split.lengths, self.batch_size, rng)
         return self._epoch[1]
-
-
-def locate(data_dir: str | os.PathLike[str], folder: str, names: Sequence[str]) -> Path:
-    """The directory that holds all of ``names``: ``data_dir``, or ``folder`` at a public depth."""
-    root = Path(data_dir)
-    nested = [root / folder, root / "lra_release" / folder]
-    places = [root, *nested, root / "lra_release" / "lra_release" / folder]
-    present = {place: [name for name in names if (place / name).is_file()] for place in places}
-    best = max(places, key=lambda place: len(present[place]))
-    if len(present[best]) == len(names):
-        return best
-    if present[best]:
-        missing = ", ".join(name for name in names if name not in present[best])
-        raise ValueError(f"{best} has {', '.join(present[best])} but lacks {missing}")
-    raise ValueError(
-        f"data_dir must hold {', '.join(names)}; none is in any of "
-        f"{', '.join(map(str, places))}: generate them, or name the directory that has them"
-    )
-
-
-def check_generated(folder: Path, splits: Mapping[str, Split]) -> None:
-    """Compare what was read with ``generated.json``, where the data has one."""
-    path = folder / "generated.json"
-    if not path.is_file():
-        return
-    try:
-        record = json.loads(path.read_text())
-        samples, fingerprints = record["samples"], record["fingerprints"]
-        for name, split in splits.items():
-            if len(split) != samples[name]:
-                raise ValueError(f"{name} had {samples[name]} samples, and has {len(split)}")
-            if split.fingerprint() != fingerprints[name]:
-                raise ValueError(f"the content of {name} is no longer what was generated")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} does not fit the files beside it: {error}. They were truncated or edited: "
-            "generate them again, or remove generated.json if that was meant"
-        ) from None
-
-
-def read_table(
-    path: Path, header: Sequence[str], parse: Callable[[list[str]], tuple[Tokens, int]]
-) -> Split:
-    """Read a tab-separated file whose rows are samples; any damage raises with file and line.
-
-    Args:
-        path: The file, in UTF-8, its lines ended by LF or CRLF.
-        header: The names of the columns, which the first line must give.
-        parse: From the columns of a row to its tokens and label; may raise a ValueError.
-    """
-    samples: list[Tokens] = []
-    labels: list[int] = []
-    line = 1
-    try:
-        with open(path, "rb") as file:
-            for row in file:
-                columns = row.rstrip(b"\r\n").decode().split("\t")
-                if line == 1 and columns != list(header):
-                    raise ValueError(f"expected the columns {list(header)}, got {columns}"[:300])
-                if len(columns) != len(header):
-                    raise ValueError(f"expected {len(header)} columns, got {len(columns)}")
-                if line > 1:
-                    tokens, label = parse(columns)
-                    samples.append(tokens)
-                    labels.append(label)
-                line += 1
-        if not samples:
-            raise ValueError("the file ends before its first sample")
-    except ValueError as error:
-        raise ValueError(f"{path}, line {line}: {error}; fetch or generate it again") from None
-    return Split.of(samples, labels)
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """A bar on stderr, by tqdm where it is installed and stderr is a terminal, else nothing."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda count: None
-    else:
-        with tqdm(desc=what, total=total, file=sys.stderr, delay=1, disable=None) as bar:
-            yield bar.update
-
-
-def in_order(function: Callable[[int], T], workers: int | None) -> Generator[T, None, None]:
-    """``function(0), function(1), ...`` without end, computed by ``workers`` processes.
-
-    None means one process a core. The first value is computed here, before any process starts:
-    a small request needs no more. Close the iterator to end the processes.
-    """
-    yield function(0)
-    numbers = itertools.count(1)
-    workers = (os.cpu_count() or 1) if workers is None else workers
-    if workers <= 1:
-        yield from map(function, numbers)
-    pool = ProcessPoolExecutor(workers)
-    try:
-        ahead = deque(pool.submit(function, next(numbers)) for _ in range(2 * workers))
-        while True:
-            yield ahead.popleft().result()
-            ahead.append(pool.submit(function, next(numbers)))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def write_files(
-    folder: Path, files: Mapping[str, Iterable[bytes]], record: Mapping[str, Any]
-) -> None:
-    """Write each file's pieces, and ``generated.json``, the record of what they were made from.
-
-    A file gets its name when all of them are whole, so a killed run leaves none that looks whole.
-    """
-    try:
-        version = metadata.version("fastattn")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        version = None
-    text = json.dumps({**record, "fastattn": version}, indent=2) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {**files, "generated.json": [text.encode()]}
-    for name, pieces in files.items():
-        with open(folder / f"{name}.part", "wb") as file:
-            file.writelines(pieces)
-    for name in files:
-        os.replace(folder / f"{name}.part", folder / name)

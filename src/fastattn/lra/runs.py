@@ -15,28 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.callbacks.progress import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import fastattn
-from fastattn.lra.data import Split, Task
-from fastattn.lra.encoder import mixers_of
+from fastattn.lra.checkpoints import CheckpointFiles, read_checkpoint
+from fastattn.lra.data import Data, Task
+from fastattn.lra.encoder import mixers_of, reach
+from fastattn.lra.protocols import DEFAULT
 from fastattn.lra.recipes import Recipe
 from fastattn.lra.tasks import TASKS
-from fastattn.lra.train import Classifier, check_vocabulary, evaluation
-
-
-class _WholeFiles(TorchCheckpointIO):
-    """Checkpoints that replace the old one whole, so that a kill leaves one that loads."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None):  # type: ignore[no-untyped-def]
-        part = Path(f"{path}.part")
-        super().save_checkpoint(checkpoint, part, storage_options)
-        part.replace(path)
+from fastattn.lra.train import Classifier, check_vocabulary, hardware, is_first
 
 
 def fit(
@@ -48,6 +39,11 @@ def fit(
     *,
     workers: int | None = None,
     resume: bool = False,
+    protocol: str | None = None,
+    devices: int = 1,
+    nodes: int = 1,
+    pieces: bool = False,
+    begin: Path | None = None,
 ) -> dict[str, Any]:
     """Train, and write the run directory.
 
@@ -59,6 +55,14 @@ def fit(
         out: The run directory; must be new, unless ``resume``.
         workers: Loader processes; None means one per core, at most 8, and none on two cores.
         resume: Go on from ``out/checkpoints/last.ckpt``.
+        protocol: How the data is cut and split, a name in ``fastattn.lra.protocols.PROTOCOLS``;
+            None means the default.
+        devices: GPUs of a host, or processes where there is no GPU; each takes its share of a
+            batch.
+        nodes: Hosts; start the command on each, by torchrun or SLURM.
+        pieces: Write checkpoints in files of at most 16 MB.
+        begin: A run of the same model whose best weights this one begins with, as when an easy
+            data set comes first.
 
     Returns:
         The content of ``out/result.json``.
@@ -71,19 +75,25 @@ def fit(
     last = out / "checkpoints" / "last.ckpt"
     if resume and not last.is_file():
         raise ValueError(f"nothing to resume: {last} does not exist")
-    if not resume and out.exists() and any(out.iterdir()):
+    # where several processes train, the others find what the first has written
+    if not resume and is_first() and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: name another directory, or go on with --resume")
-    cores = os.cpu_count() or 1
+    cores = (os.cpu_count() or 1) // max(1, devices)
     workers = (min(8, cores) if cores > 2 else 0) if workers is None else workers
     if workers < 0:
         raise ValueError(f"workers must be at least 0, got {workers}")
-    splits = task.load(data_dir)
-    _check_lengths(splits, recipe, mixer)
+    if resume and protocol is None:
+        protocol = _protocol(_read_result(out))
+    splits = task.load(data_dir, protocol)
+    longest = max(int(split.lengths.max()) for split in splits.values())
+    recipe = recipe.on(len(splits["train"]), longest)
+    trainer_options = hardware(recipe, devices, nodes)
+    _check_lengths(longest, recipe, mixer)
     result = _describe(task, data_dir, splits, recipe, mixer)
     if resume:
         before = _read_result(out)
         _check_same_run(out, before, result)
-        check_vocabulary(task, _read_checkpoint(last)["fastattn"]["vocabulary"])
+        check_vocabulary(task, read_checkpoint(last)["fastattn"]["vocabulary"])
         result = before | result
         if before.get("fit", {}).get("finished"):
             return before
@@ -91,6 +101,9 @@ def fit(
     lightning.seed_everything(recipe.seed, verbose=False)
     model = Classifier(task, recipe, mixer, splits, workers)
     result["parameters"] = sum(p.numel() for p in model.parameters())
+    result["reach"] = reach(model.encoder)
+    if begin is not None and not resume:
+        result["begin"] = _begin_with(model, begin)
     out.mkdir(parents=True, exist_ok=True)
     _write(out, result)
 
@@ -106,11 +119,11 @@ def fit(
     )
     callbacks: list[Any] = [best, latest, LearningRateMonitor("step"), TQDMProgressBar(10)]
     patience = recipe.patience if recipe.patience is not None else 10**9
-    early = EarlyStopping("val/accuracy", mode="max", patience=patience)
+    early = EarlyStopping("val/accuracy", mode="max", patience=patience, min_delta=recipe.min_delta)
     callbacks.append(early)
     trainer = lightning.Trainer(
-        **_hardware(recipe),
-        plugins=[_WholeFiles()],
+        **trainer_options,
+        plugins=[CheckpointFiles(pieces=pieces)],
         max_steps=recipe.last_step,
         max_epochs=-1,
         reload_dataloaders_every_n_epochs=1,
@@ -126,6 +139,9 @@ def fit(
     result["fit"] = {
         "steps": trainer.global_step,
         "seconds": round(model.seconds, 1),
+        "data_wait": round(model.waited / model.seconds, 4),
+        "devices": devices * nodes,
+        "warnings": model.warnings,
         "finished": trainer.global_step >= recipe.steps or early.stopped_epoch > 0,
         "additional_sets": model.extra_sets,
         "best": best_entry,
@@ -136,16 +152,25 @@ def fit(
     if torch.cuda.is_available():
         result["fit"]["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
     _write(out, result)
-    plot_curve(out)
+    if is_first():
+        plot_curve(out)
     return result
 
 
-def evaluate(run: Path, data_dir: Path | None = None) -> dict[str, Any]:
+def evaluate(
+    run: Path,
+    data_dir: Path | None = None,
+    *,
+    protocol: str | None = None,
+    devices: int = 1,
+) -> dict[str, Any]:
     """Test a run's best checkpoint on every test sample once; the result goes to result.json.
 
     Args:
         run: A run directory made by :func:`fit`.
         data_dir: The data; None means where the run's training data was.
+        protocol: How it is cut and split; None means as in the run.
+        devices: As in :func:`fit`.
 
     Raises:
         ValueError: The run is incomplete, or its vocabulary is another one.
@@ -155,9 +180,9 @@ def evaluate(run: Path, data_dir: Path | None = None) -> dict[str, Any]:
     if not best.is_file():
         raise ValueError(f"{run} has no checkpoint yet: {best} does not exist")
     task = TASKS[result["task"]]
-    checkpoint = _read_checkpoint(best)
+    checkpoint = read_checkpoint(best)
     check_vocabulary(task, checkpoint["fastattn"]["vocabulary"])
-    splits = task.load(data_dir or Path(result["data"]["directory"]))
+    splits = task.load(data_dir or Path(result["data"]["directory"]), protocol or _protocol(result))
     recipe = Recipe.from_dict(result["recipe"])
     model = Classifier(task, recipe, result["mixer"], splits)
     try:
@@ -168,36 +193,26 @@ def evaluate(run: Path, data_dir: Path | None = None) -> dict[str, Any]:
         ) from None
 
     trainer = lightning.Trainer(
-        **_hardware(recipe),
+        **hardware(recipe, devices),
         logger=False,
         enable_checkpointing=False,
         callbacks=[TQDMProgressBar(10)],
     )
     trainer.test(model, verbose=False)
     split = splits["test"]
-    order = np.concatenate(evaluation(split, recipe)[0].batches)
-    predictions = np.empty_like(split.labels)
-    predictions[order] = torch.cat(model.predictions).numpy()
+    predictions = model.predictions.cpu().numpy()
     result["test"] = {
         "samples": len(split),
         "accuracy": float((predictions == split.labels).mean()),
         "step": checkpoint["global_step"],
         "fingerprint": split.fingerprint(),
         "data_of_the_run": split.fingerprint() == result["data"]["fingerprints"]["test"],
+        **{key: splits.record[key] for key in ("protocol", "generated", "generator", "stand_in")},
         "floors": task.floors(split),
         **task.breakdown(split, predictions),
     }
     _write(run, result)
     return result
-
-
-def _hardware(recipe: Recipe) -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    return {
-        "accelerator": "gpu" if cuda else "cpu",
-        "devices": 1,
-        "precision": "bf16-mixed" if cuda and recipe.bf16 else "32-true",
-    }
 
 
 def plot_curve(run: Path) -> Path:
@@ -226,7 +241,8 @@ def plot_curve(run: Path) -> Path:
         begin += phase["steps"]
         for axes in (left, right):
             axes.axvline(begin, color="grey", linewidth=0.5)
-    figure.suptitle(f"{result['task']}, {result['mixer']}, {result['recipe']['name']}")
+    kind = " (stand-in, not LRA)" if result["data"].get("stand_in") else ""
+    figure.suptitle(f"{result['task']}{kind}, {result['mixer']}, {result['recipe']['name']}")
     path = run / "curve.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -234,18 +250,20 @@ def plot_curve(run: Path) -> Path:
 
 
 def _describe(
-    task: Task, data_dir: Path, splits: dict[str, Split], recipe: Recipe, mixer: str
+    task: Task, data_dir: Path, splits: Data, recipe: Recipe, mixer: str
 ) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "task": task.name,
         "mixer": mixer,
         "positions": recipe.positions_for(mixer),
+        "pool": recipe.pool_for(mixer),
         "recipe": asdict(recipe),
         "seed": recipe.seed,
         "vocabulary": task.vocabulary.hash,
         "data": {
             "directory": str(data_dir.resolve()),
+            **splits.record,
             "samples": {name: len(split) for name, split in splits.items()},
             "fingerprints": {name: split.fingerprint() for name, split in splits.items()},
         },
@@ -267,20 +285,37 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _check_lengths(splits: dict[str, Split], recipe: Recipe, mixer: str) -> None:
-    longest = max(int(split.lengths.max()) for split in splits.values())
+def _begin_with(model: Classifier, run: Path) -> dict[str, Any]:
+    """Load a run's best weights; returns what the new run's result says of it."""
+    result, checkpoint = _read_result(run), read_checkpoint(run / "checkpoints" / "best.ckpt")
+    check_vocabulary(model.task, checkpoint["fastattn"]["vocabulary"])
+    try:
+        model.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(f"{run} is a run of another model: {error}") from None
+    return {
+        "run": str(run.resolve()),
+        "step": checkpoint["global_step"],
+        "fingerprints": result["data"]["fingerprints"],
+        "begin": result.get("begin"),
+    }
+
+
+def _check_lengths(longest: int, recipe: Recipe, mixer: str) -> None:
+    assert recipe.max_length is not None
     if recipe.positions_for(mixer) == "learned" and longest > recipe.max_length:
         raise ValueError(
             f"learned positions end at {recipe.max_length}, but the data has a sample of "
             f"{longest} tokens: take sinusoidal positions"
         )
+    in_front = int(recipe.pool_for(mixer) == "cls")
     for name, options in mixers_of(mixer):
-        most = options.get("seq_len", recipe.max_length)
+        most = options.get("seq_len", recipe.max_length + in_front)
         limited = name in ("linformer", "gmlp") and not options.get("interpolate")
-        if limited and isinstance(most, int) and longest > most:
+        if limited and isinstance(most, int) and longest + in_front > most:
             raise ValueError(
                 f"{name} is made for {most} tokens, but the data has a sample of {longest}: "
-                f"take {name}:seq_len={longest}"
+                f"take {name}:seq_len={longest + in_front}"
             )
 
 
@@ -299,14 +334,10 @@ def _read_result(run: Path) -> dict[str, Any]:
     return result
 
 
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"fastattn", "state_dict", "global_step"} <= checkpoint.keys():
-            raise ValueError("it was not written by fastattn")
-    except Exception as error:  # torch.load raises nearly anything on a damaged file
-        raise ValueError(f"{path} is damaged or no checkpoint of ours: {error}") from None
-    return checkpoint
+def _protocol(result: dict[str, Any]) -> str:
+    """The protocol of a run; those from before there were any have the default."""
+    name: str = result["data"].get("protocol", DEFAULT.name)
+    return name
 
 
 def _check_same_run(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -314,19 +345,22 @@ def _check_same_run(out: Path, before: dict[str, Any], now: dict[str, Any]) -> N
     for key in ("task", "mixer", "positions", "vocabulary"):
         if before[key] != same[key]:
             raise ValueError(f"{out} was started with {key} {before[key]!r}, not {same[key]!r}")
+    if _protocol(before) != _protocol(same):
+        raise ValueError(
+            f"{out} was started with protocol {_protocol(before)!r}, not {_protocol(same)!r}"
+        )
     if before["data"]["fingerprints"] != same["data"]["fingerprints"]:
         raise ValueError(f"{out} was started with other data than {now['data']['directory']}")
-    differing = [
-        key
-        for key, value in same["recipe"].items()
-        if key != "stop_at" and before["recipe"].get(key) != value
-    ]
+    recipe = json.loads(json.dumps(asdict(Recipe.from_dict(before["recipe"]))))
+    differing = [key for key, x in same["recipe"].items() if key != "stop_at" and recipe[key] != x]
     if differing:
         raise ValueError(f"{out} was started with another recipe: {', '.join(differing)} differ")
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
     """Replace result.json whole, so that a killed run leaves the old one."""
+    if not is_first():
+        return
     part = out / "result.json.part"
     part.write_text(json.dumps(result, indent=2) + "\n")
     part.replace(out / "result.json")

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fastattn.lra import data
-from fastattn.lra.data import Indices, Split, Tokens, Vocabulary
+from fastattn.lra import files
+from fastattn.lra.data import Data, Indices, Split, Tokens, Vocabulary
+from fastattn.lra.protocols import protocol_of
 
 _OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 VOCABULARY = Vocabulary(
@@ -214,15 +215,21 @@ def from_text(text: str) -> Tokens:
     return tokens
 
 
-def load(data_dir: str | os.PathLike[str]) -> dict[str, Split]:
+def find(data_dir: str | os.PathLike[str]) -> Path:
+    """The directory with ``basic_{train,val,test}.tsv``, at or under ``data_dir``."""
+    return files.locate(data_dir, "listops-1000", list(FILES.values()))
+
+
+def load(data_dir: str | os.PathLike[str], protocol: str | None = None) -> Data:
     """Read ``basic_{train,val,test}.tsv`` from ``data_dir``, or from a release at or under it.
 
-    A file that is damaged in any way raises a ValueError with its name and the line.
+    Every protocol reads the same lists. A file that is damaged in any way raises a ValueError with
+    its name and the line.
     """
-    folder = data.locate(data_dir, "listops-1000", list(FILES.values()))
-    splits = {name: data.read_table(folder / file, _HEADER, _row) for name, file in FILES.items()}
-    data.check_generated(folder, splits)
-    return splits
+    folder = find(data_dir)
+    splits = {name: files.read_table(folder / file, _HEADER, _row) for name, file in FILES.items()}
+    longest = max(int(split.lengths.max()) for split in splits.values())
+    return files.describe(splits, folder, protocol_of(protocol), max_length=longest)
 
 
 def _row(columns: list[str]) -> tuple[Tokens, int]:
@@ -249,9 +256,8 @@ def generate(
     100,000 samples take 12 s on two cores, writing included.
     """
     sizes = {"test": num_test, "val": num_val, "train": num_train}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"num_{name} must be at least 1, got {size}")
+    files.sizes((num_train, num_val, num_test), (1, 1, 1), seed=seed)
+    files.check_empty(Path(out))
     bounds = {"min_length": min_length, "max_length": max_length}
     drawn = generate_split(sum(sizes.values()), seed=seed, **bounds, workers=workers)
     cuts = itertools.pairwise(itertools.accumulate(sizes.values(), initial=0))
@@ -264,14 +270,14 @@ def generate(
         "samples": sizes,
         "fingerprints": {name: split.fingerprint() for name, split in splits.items()},
     }
-    data.write_files(
+    files.write_files(
         Path(out), {FILES[name]: _lines(split) for name, split in splits.items()}, record
     )
 
 
 def _lines(split: Split) -> Iterator[bytes]:
     yield "\t".join(_HEADER).encode() + b"\n"
-    with data.progress("write listops", len(split)) as advance:
+    with files.progress("write listops", len(split)) as advance:
         for start in range(0, len(split), 256):
             part = split.slice(start, start + 256)
             texts = _texts(part.tokens, part.offsets)
@@ -312,8 +318,8 @@ def generate_split(
     barren = 0
     draw = partial(_block, seed=seed, low=min_length, high=max_length)
     with (
-        closing(data.in_order(draw, workers)) as blocks,
-        data.progress("draw listops", num) as advance,
+        closing(files.in_order(draw, workers)) as blocks,
+        files.progress("draw listops", num) as advance,
     ):
         while len(samples) < num:
             block, before = next(blocks), len(samples)
@@ -387,9 +393,11 @@ class ListOps:
     name: str = "listops"
     vocabulary: Vocabulary = VOCABULARY
     num_classes: int = 10
+    parts: int = 1
 
     generate = staticmethod(generate)
     generate_split = staticmethod(generate_split)
+    find = staticmethod(find)
     load = staticmethod(load)
     augment = staticmethod(shuffle_operands)
 
