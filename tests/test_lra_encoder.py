@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from fastattn.lra.encoder import MIXERS, Encoder, Padding, mixers_of, sinusoids
-from fastattn.lra.mixers.softmax import SoftmaxAttention, rotate
+from fastattn.lra.encoder import BODIES, MIXERS, Encoder, mixers_of
+from fastattn.lra.mixers.softmax import SoftmaxAttention
+from fastattn.lra.padding import Padding
+from fastattn.lra.positions import rotate, sinusoids
 
 
 def make(mixer, positions="sinusoidal", **options):
@@ -13,7 +15,13 @@ def make(mixer, positions="sinusoidal", **options):
     return Encoder(20, 10, mixer=mixer, positions=positions, **sizes | options)
 
 
-EVERY = [(m, "sinusoidal") for m in MIXERS] + [("softmax", "rotary"), ("softmax", "learned")]
+EVERY = [(m, "none" if m in BODIES else "sinusoidal") for m in MIXERS]
+EVERY += [("softmax", x) for x in ("rotary", "half-rotary", "learned")]
+EVERY += [
+    ("tcn:kind=circular,blocks=3", "none"),
+    ("tcn:kind=symmetric,project=true,blocks=2", "none"),
+]
+EVERY += [("gru:layers=2,embedding=false", "none"), ("conv:kernel=5,groups=4", "none")]
 
 
 @pytest.mark.parametrize(("mixer", "positions"), EVERY)

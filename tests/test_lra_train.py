@@ -1,6 +1,8 @@
 """Training: exact resume, honest results, one clear sentence for every bad input."""
 
+import functools
 import json
+import runpy
 import shutil
 import signal
 import subprocess
@@ -50,8 +52,10 @@ def run(data, tmp_path_factory):
 
 def test_a_run_records_everything(run, data):
     result = json.loads((run / "result.json").read_text())
-    assert result["recipe"] == json.loads(json.dumps(asdict(SMOKE)))
-    assert Recipe.from_dict(result["recipe"]) == SMOKE
+    longest = max(x.lengths.max() for x in TASKS["listops"].load(data).values())
+    recipe = SMOKE.on(samples=200, longest=int(longest))
+    assert result["recipe"] == json.loads(json.dumps(asdict(recipe)))
+    assert Recipe.from_dict(result["recipe"]) == recipe
     assert result["vocabulary"] == TASKS["listops"].vocabulary.hash
     assert result["data"]["samples"] == {"train": 200, "val": 40, "test": 53}
     assert len(result["data"]["fingerprints"]["test"]) == 16
@@ -72,7 +76,7 @@ def test_every_test_sample_counts_once(run, data):
     assert test["samples"] == 53
     assert sum(x["samples"] for x in test["by_root_operator"].values()) == 53
     assert test["fingerprint"] == split.fingerprint()
-    model = train.Classifier(TASKS["listops"], SMOKE, "linear", {})
+    model = train.Classifier(TASKS["listops"], SMOKE.on(200, 40), "linear", {})
     model.load_state_dict(torch.load(run / "checkpoints/best.ckpt")["state_dict"])
     model.eval()
     right = 0
@@ -114,6 +118,14 @@ def test_a_run_cut_between_validations_resumes_on_the_same_grid(run, data, tmp_p
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+def test_a_resumed_run_can_be_cut_where_it_stands_already(data, tmp_path):
+    out = tmp_path / "run"
+    assert fit(data, out, "--max-steps", 10) == 0
+    before = history(out)
+    assert fit(data, out, "--resume", "--max-steps", 5) == 0
+    assert history(out) == before
+
+
 def test_a_run_with_phases_off_the_grid_and_patience_resumes(data, tmp_path):
     phases = (Phase(steps=6, batch_size=8, lr=1e-3), Phase(steps=9, batch_size=4, lr=1e-3))
     recipe = replace(SMOKE, phases=phases, patience=50)
@@ -139,8 +151,8 @@ def test_resuming_a_finished_run_changes_nothing(run, data, tmp_path):
 
 def test_a_killed_run_resumes_to_the_same_losses(run, data, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "fastattn.lra.cli", "fit", "--task", "listops", "--mixer"]
-    command += ["linear", "--data-dir", str(data), "--out", str(out)]
+    command = [sys.executable, "-m", "fastattn.lra.train", "--task", "listops", "--mixer"]
+    command += ["linear", "--data-dir", str(data), "--out", str(out), "--checkpoint-pieces"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (out / "checkpoints/last.ckpt").exists() and time.monotonic() < deadline:
@@ -150,6 +162,19 @@ def test_a_killed_run_resumes_to_the_same_losses(run, data, tmp_path):
     assert json.loads((out / "result.json").read_text())["task"] == "listops"
     assert fit(data, out, "--resume") == 0
     assert history(out) == history(run)
+
+
+def test_the_module_and_the_command_are_the_same(monkeypatch, capsys):
+    def helped(words, start):
+        monkeypatch.setattr(sys, "argv", ["-", *words])
+        with pytest.raises(SystemExit) as end:
+            start()
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
+    module = functools.partial(runpy.run_module, "fastattn.lra.train", run_name="__main__")
+    assert helped(["--help"], module) == helped(["fit", "--help"], main)
+    assert helped(["test", "--help"], module) == helped(["test", "--help"], main)
 
 
 def test_a_run_is_neither_overwritten_nor_resumed_as_another(run, data, tmp_path, capsys):
@@ -178,6 +203,21 @@ def test_a_curriculum_makes_its_own_lists_and_records_them(data, tmp_path):
     assert name == "4 to 12 tokens"
     assert result["fit"]["additional_sets"][name]["samples"] == 40
     assert [e["step"] for e in result["fit"]["history"]] == [5, 6, 11, 16, 21, 26]
+
+
+def test_a_run_can_begin_with_the_weights_of_another(run, data, tmp_path, capsys):
+    # as an easy set comes before a hard one
+    still = replace(SMOKE, phases=(Phase(steps=5, batch_size=2, lr=1e-12),), warmup=0)
+    result = runs.fit("listops", data, still, "linear", tmp_path / "a", workers=0, begin=run)
+    best = json.loads((run / "result.json").read_text())["fit"]["best"]
+    assert result["fit"]["history"][0]["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
+    assert result["begin"]["run"] == str(run)
+    assert result["begin"]["step"] == best["step"]
+    assert fit(data, tmp_path / "b", "--from", run, mixer="softmax") == 2
+    assert "is a run of another model" in capsys.readouterr().err
+    assert fit(data, tmp_path / "b", "--from", tmp_path) == 2
+    assert "is not a run" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
 
 
 def test_early_stopping_stops(data, tmp_path):
@@ -223,7 +263,7 @@ def test_a_plateau_halves_the_learning_rate(data, tmp_path):
 
 
 def test_every_parameter_is_in_one_group():
-    model = train.Classifier(TASKS["listops"], SMOKE, "linear", {})
+    model = train.Classifier(TASKS["listops"], SMOKE.on(200, 40), "linear", {})
     groups = model.configure_optimizers()["optimizer"].param_groups
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
@@ -293,6 +333,10 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(data, tmp_path, capsys):
         runs.fit("listops", data, recipe, "linear", tmp_path / "b")
     with pytest.raises(ValueError, match="linformer is made for 12 tokens"):
         runs.fit("listops", data, SMOKE, "linear linformer:seq_len=12", tmp_path / "b")
+    with pytest.raises(ValueError, match=r"take linformer:seq_len=\d+"):
+        runs.fit(
+            "listops", data, replace(SMOKE, pool="cls"), "linformer:seq_len=38", tmp_path / "b"
+        )
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
 

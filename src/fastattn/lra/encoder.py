@@ -1,56 +1,32 @@
-"""The encoder: embed, n blocks of (mixer, feed-forward), mean over the tokens, classify."""
+"""The encoder: embed, n blocks of (mixer, feed-forward), one vector a document, classify."""
 
 from __future__ import annotations
 
-import ast
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastattn.nn import MECHANISMS
+from fastattn.lra.data import Task
+from fastattn.lra.mixers import BODIES, MIXERS, Sizes, make_body, make_mixer, mixers_of
+from fastattn.lra.padding import Padding
+from fastattn.lra.patterns import options_fit, read_name
+from fastattn.lra.pooling import POOLS, Head, make_pool
+from fastattn.lra.positions import POSITIONS, sinusoids
+from fastattn.lra.recipe import Recipe
 
-# names that are no mechanism, and their options
-OTHERS: dict[str, tuple[str, ...]] = {
-    "softmax": (),
-    "long_conv": ("taps", "squash"),
-    "gmlp": ("seq_len", "independent"),
-}
-MIXERS = (*OTHERS, *MECHANISMS)
-POSITIONS = ("rotary", "sinusoidal", "learned")
+__all__ = [
+    "ACTIVATIONS",
+    "MIXERS",
+    "POOLS",
+    "POSITIONS",
+    "Encoder",
+    "encoder_for",
+    "mixers_of",
+    "reach",
+]
 
-
-@dataclass(frozen=True)
-class Padding:
-    """Which tokens of a batch are real, in the forms that mixers need; made without a sync.
-
-    Args:
-        mask: ``(b, n)`` bool, True = padding.
-        packed: Places of the real tokens in the flattened batch, ``(tokens,)`` int64.
-        cu_seqlens: Boundaries of the packed sequences, ``(b + 1,)`` int32.
-        longest: The largest length.
-    """
-
-    mask: Tensor
-    packed: Tensor
-    cu_seqlens: Tensor
-    longest: int
-
-    @classmethod
-    def of(cls, lengths: Tensor, n: int, device: torch.device) -> Padding:
-        """From lengths ``(b,)`` on the CPU, as for ``pack_padded_sequence``."""
-        if lengths.device.type != "cpu":
-            raise ValueError(f"lengths must be on the CPU, they are on {lengths.device}")
-        if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= n:
-            raise ValueError(f"lengths must be from 1 to n = {n}, got {lengths.tolist()}")
-        mask = torch.arange(n) >= lengths[:, None]
-        packed = (~mask).flatten().nonzero().squeeze(1)
-        cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
-        longest = int(lengths.max()) if len(lengths) else 0
-        there = [x.to(device, non_blocking=True) for x in (mask, packed, cu_seqlens)]
-        return cls(there[0], there[1], there[2], longest)
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
 
 
 class Encoder(nn.Module):
@@ -61,14 +37,25 @@ class Encoder(nn.Module):
         num_classes: Number of logits.
         mixer: A name in ``MIXERS``, or several, one a block, repeated up to ``depth``: a hybrid
             as "bigbird linear". A name may have options of its mechanism behind it:
-            "bigbird:block_size=32,num_random_blocks=4".
-        positions: "rotary" (softmax only), "sinusoidal" or "learned".
+            "bigbird:block_size=32,num_random_blocks=4". "rnn", "lstm", "gru" and "tcn" are no
+            mixers of blocks but stand in place of all of them: they have layers of their own, no
+            norms, and what they embed is ``embedding`` wide: 64, or "gru:embedding=false" for the
+            ids as numbers from 0 to 1, as for grey levels.
+        positions: "rotary" or "half-rotary" (softmax only), "sinusoidal", "learned" or "none".
         max_length: Longest sequence that learned positions, Linformer and gMLP can take.
-        width, depth, heads, ff: Sizes; ff is the hidden width of the feed-forward part.
+        width, depth, heads, ff: Sizes; ff is the hidden width of the feed-forward part, which 0
+            leaves out.
         dropout: After the embedding, each mixer and each feed-forward part.
+        activation: "relu" or "gelu", in feed-forward parts and convolutions.
+        pool: From tokens to one vector: "mean"; "cls", a learned vector in front, so that the
+            first token stands at position 1; "last"; or "attention:hops=4", structured
+            self-attention. All of them leave out the padding.
+        parts: Documents a sample, 1 or 2. Two are encoded alike, and the head sees both.
+        head: Hidden width of the head; 0 means that it is linear, or as wide as the vectors where
+            it compares two documents.
 
     Raises:
-        ValueError: An unknown mixer, option or positions, rotary without softmax, or a depth that
+        ValueError: An unknown name or option, positions that the mixer cannot use, or a depth that
             is no multiple of the mixers.
     """
 
@@ -85,35 +72,72 @@ class Encoder(nn.Module):
         heads: int = 4,
         ff: int = 512,
         dropout: float = 0.0,
+        activation: str = "relu",
+        pool: str = "mean",
+        parts: int = 1,
+        head: int = 0,
     ) -> None:
         super().__init__()
         mixers = mixers_of(mixer)
-        if depth % len(mixers):
+        is_body = mixers[0][0] in BODIES
+        if not is_body and depth % len(mixers):
             raise ValueError(f"depth {depth} must be a multiple of the mixers, got {mixer!r}")
-        if positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
-        if positions == "rotary" and {name for name, _ in mixers} != {"softmax"}:
-            raise ValueError(f"rotary positions need the mixer softmax, got {mixer!r}")
-        self.max_length = max_length
+        _check_positions(positions, mixer)
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
+        if parts not in (1, 2):
+            raise ValueError(f"parts must be 1 or 2 documents a sample, got {parts}")
+        pool_name, pool_options = _pool_of(pool)
+        self.max_length = max_length + (pool_name == "cls")
         self.positions = positions
-        self.embedding = nn.Embedding(vocabulary_size, width)
-        self.place = nn.Embedding(max_length, width) if positions == "learned" else None
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(_mixer(*of, width, heads, positions, max_length, layer), width, ff, dropout)
-            for layer, of in enumerate(mixers * (depth // len(mixers)))
+        embedded = mixers[0][1].pop("embedding", 64) if is_body else width
+        if embedded is True or not isinstance(embedded, int) or embedded < 0:
+            raise ValueError(f"embedding must be a width, or false, got {embedded!r}")
+        self.embedding = (
+            nn.Embedding(vocabulary_size, embedded) if embedded else AsNumbers(vocabulary_size)
         )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, num_classes)
+        learned = positions == "learned"
+        self.place = nn.Embedding(self.max_length, width) if learned else None
+        self.dropout = nn.Dropout(dropout)
+        blocks: list[nn.Module]
+        if is_body:
+            ((name, options),) = mixers
+            with options_fit(name, options):
+                blocks = [make_body(name, options, embedded or 1, width, dropout)]
+        else:
+            act = ACTIVATIONS[activation]
+            sizes = Sizes(width, heads, self.max_length, positions, act)
+            pattern = mixers * (depth // len(mixers))
+            blocks = []
+            for layer, (name, options) in enumerate(pattern):
+                with options_fit(name, options):
+                    made = make_mixer(name, options, sizes, layer)
+                blocks.append(Block(made, width, ff, dropout, act))
+        self.blocks = nn.ModuleList(blocks)
+        self.cls = nn.Parameter(torch.randn(embedded)) if pool_name == "cls" else None
+        with options_fit(pool_name, pool_options):
+            self.pool = make_pool(pool_name, pool_options, width)
+        pooled = width * getattr(self.pool, "hops", 1)
+        self.norm = nn.Identity() if is_body else nn.LayerNorm(pooled)
+        self.head: nn.Module
+        if parts == 1 and not head:
+            self.head = nn.Linear(pooled, num_classes)
+        else:
+            self.head = Head(pooled, head or pooled, num_classes, parts)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Logits ``(b, classes)`` from ``(b, n)`` ids and ``(b,)`` lengths on the CPU.
+        """Logits ``(b, classes)`` from ``(b·parts, n)`` ids and ``(b·parts,)`` CPU lengths.
 
-        What stands beyond a sample's length changes nothing.
+        What stands beyond a document's length changes nothing.
         """
-        n = tokens.shape[1]
+        x = self.embedding(tokens)  # (b·parts, n, width)
+        if self.cls is not None:
+            x = torch.cat((self.cls.to(x.dtype).expand(len(x), 1, -1), x), 1)
+            lengths = lengths + 1
+        n = x.shape[1]
         padding = Padding.of(lengths, n, tokens.device)
-        x = self.embedding(tokens)  # (b, n, width)
         if self.place is not None:
             if n > self.max_length:
                 raise ValueError(f"learned positions end at {self.max_length}, got n = {n}")
@@ -123,20 +147,38 @@ class Encoder(nn.Module):
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, padding)
-        x = x.masked_fill(padding.mask.unsqueeze(-1), 0).sum(1)
-        mean = x / padding.cu_seqlens.diff().unsqueeze(-1)
-        return self.head(self.norm(mean))
+        return self.head(self.norm(self.pool(x, padding)))
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """For an optimiser: matrices decay, vectors (biases, norms, gains) do not."""
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for p in self.parameters():
+            (matrices if p.numel() > max(p.shape, default=1) else vectors).append(p)
+        return [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + feed-forward(norm(x))."""
+    """x + mixer(norm(x)), then x + feed-forward(norm(x)), or nothing then where ff is 0."""
 
-    def __init__(self, mixer: nn.Module, width: int, ff: int, dropout: float) -> None:
+    def __init__(
+        self,
+        mixer: nn.Module,
+        width: int,
+        ff: int,
+        dropout: float,
+        activation: type[nn.Module] = nn.ReLU,
+    ) -> None:
         super().__init__()
         self.norm_mixer = nn.LayerNorm(width)
         self.mixer = mixer
-        self.norm_ff = nn.LayerNorm(width)
-        self.ff = nn.Sequential(nn.Linear(width, ff), nn.ReLU(), nn.Linear(ff, width))
+        self.ff: nn.Module | None = None
+        if ff:
+            self.norm_ff = nn.LayerNorm(width)
+            self.ff = nn.Sequential(nn.Linear(width, ff), activation(), nn.Linear(ff, width))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padding: Padding) -> Tensor:
@@ -146,76 +188,78 @@ class Block(nn.Module):
         else:
             y = self.mixer(y, padding)
         x = x + self.dropout(y)
-        return x + self.dropout(self.ff(self.norm_ff(x)))
+        return x if self.ff is None else x + self.dropout(self.ff(self.norm_ff(x)))
 
 
-def sinusoids(n: int, width: int, device: torch.device) -> Tensor:
-    """Positions as sines and cosines, ``(n, width)`` (Vaswani et al. 2017, section 3.5)."""
-    position = torch.arange(n, device=device, dtype=torch.float32).unsqueeze(1)
-    pairs = torch.arange((width + 1) // 2, device=device, dtype=torch.float32)
-    angle = position * torch.exp(pairs * (-2 * math.log(10000.0) / width))
-    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :width]
+class AsNumbers(nn.Module):
+    """Ids 0 to vocabulary_size - 1 as one number each, from 0 to 1: ``(b, n)`` to ``(b, n, 1)``."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__()
+        self.largest = vocabulary_size - 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (tokens / self.largest).unsqueeze(-1)
 
 
-def mixers_of(mixer: str) -> list[tuple[str, dict[str, Any]]]:
-    """The names in a pattern of mixers, and their options: "bigbird:num_random_blocks=4 linear".
+def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
+    """The model of a run.
 
     Raises:
-        ValueError: A name or an option is unknown, or there is none.
+        ValueError: The recipe is for another task, or has a number that nothing would use.
     """
-    found = []
-    for word in mixer.split():
-        name, _, rest = word.partition(":")
-        if name not in MIXERS:
-            break
-        known = OTHERS[name] if name in OTHERS else MECHANISMS[name].option_names()
-        options = {}
-        for pair in filter(None, rest.split(",")):
-            option, _, value = pair.partition("=")
-            if option not in known:
-                raise ValueError(
-                    f"options of {name} are {', '.join(known) or 'none'}, got {option!r}"
-                )
-            options[option] = _value(value)
-        found.append((name, options))
-    if not found or len(found) < len(mixer.split()):
-        raise ValueError(
-            f"mixer must be one of {', '.join(MIXERS)}, or several, one a block, got {mixer!r}"
-        )
-    return found
+    if recipe.task not in (None, task.name):
+        raise ValueError(f"recipe {recipe.name} is for {recipe.task}, not for {task.name}")
+    pool = recipe.pool_for(mixer)
+    if recipe.penalty and not pool.startswith("attention"):
+        raise ValueError(f"penalty needs the pool attention, got penalty {recipe.penalty}, {pool}")
+    if recipe.max_length is None:
+        raise ValueError("max_length must be a number here: Recipe.on takes it from the data")
+    return Encoder(
+        len(task.vocabulary),
+        task.num_classes,
+        mixer=mixer,
+        positions=recipe.positions_for(mixer),
+        max_length=recipe.max_length,
+        width=recipe.width,
+        depth=recipe.depth,
+        heads=recipe.heads,
+        ff=recipe.ff,
+        dropout=recipe.dropout,
+        activation=recipe.activation,
+        pool=pool,
+        parts=task.parts,
+        head=recipe.head,
+    )
 
 
-def _value(text: str) -> Any:
-    """A Python literal, true or false in any case, or else the text itself."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
+def reach(encoder: Encoder) -> tuple[int, int] | None:
+    """How many tokens before and after it can change a token, before the pooling.
+
+    None means all of them, as with attention. A convolution's reach is what it can know of the
+    order of a document, so it belongs beside its result.
+    """
+    behind = ahead = 0
+    for block in encoder.blocks:
+        layer = getattr(block.mixer if isinstance(block, Block) else block, "reach", None)
+        if layer is None:
+            return None
+        behind, ahead = behind + layer[0], ahead + layer[1]
+    return behind, ahead
+
+
+def _check_positions(positions: str, mixer: str) -> None:
+    names = {name for name, _ in mixers_of(mixer)}
+    if positions not in POSITIONS:
+        raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
+    if "rotary" in positions and names != {"softmax"}:
+        raise ValueError(f"rotary positions need the mixer softmax, got {mixer!r}")
+    if positions != "none" and names & BODIES.keys():
+        raise ValueError(f"{mixer} reads in order and takes positions 'none', got {positions!r}")
+
+
+def _pool_of(pool: str) -> tuple[str, dict[str, int]]:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError):
-        return text
-
-
-def _mixer(
-    name: str,
-    options: dict[str, Any],
-    width: int,
-    heads: int,
-    positions: str,
-    max_length: int,
-    layer: int,
-) -> nn.Module:
-    if name == "softmax":
-        from fastattn.lra.mixers.softmax import SoftmaxAttention
-
-        return SoftmaxAttention(width, heads, rotary=positions == "rotary")
-    if name in OTHERS:
-        from fastattn.lra.mixers.long_conv import GMLPMixer, LongConvMixer
-
-        if name == "gmlp":
-            return GMLPMixer(width, **{"seq_len": max_length} | options)
-        return LongConvMixer(width, **{"taps": max_length} | options)
-    kind = MECHANISMS[name]
-    # what is drawn at random differs by layer
-    ours = {"seed": layer, "seq_len": max_length}
-    ours = {name: x for name, x in ours.items() if name in kind.option_names()}
-    return kind(width, heads, batch_first=True, **ours | options)
+        return read_name(pool, POOLS)
+    except KeyError:
+        raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}") from None

@@ -134,7 +134,7 @@ def unpickle_batch(path: Path, key: str = "labels") -> tuple[Bytes, NDArray[np.i
     except OSError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise ValueError(f"{path} is no pickled batch: {error}") from None
+        raise ValueError(f"{path} is no pickled batch: {error}; fetch it again") from None
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * 32 * 32):
         raise ValueError(
             f"{path}: expected (N, 3072) uint8 for N = {len(labels)} labels, got {pixels.shape} "

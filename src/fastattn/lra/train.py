@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import time
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fastattn.lra.data import Batch, BatchStream, Split, Task, collate, evaluation_batches
-from fastattn.lra.encoder import Encoder
+from fastattn.lra.data import Batch, BatchStream, Split, Task
+from fastattn.lra.encoder import encoder_for
+from fastattn.lra.loading import EvaluationData, Share, Shares, Stretch, loader
 from fastattn.lra.recipes import Phase, Recipe
+
+CHANCE = 0.002  # nats from a loss that needs no input
+CHANCE_STEPS = 20  # fewer do not tell
 
 
 class Classifier(lightning.LightningModule):
     """An encoder, its loss, its optimiser and its data.
 
     Everything random is a function of (seed, step): the batch, its augmentation and dropout. A
-    run that is killed and resumed therefore gives the same losses as one that was not.
+    run that is killed and resumed therefore gives the same losses as one that was not, and so
+    does a run on several devices, but for dropout, which each of them draws for its own samples.
 
     Args:
         task: Where the data comes from.
@@ -28,6 +39,9 @@ class Classifier(lightning.LightningModule):
         mixer: A name in ``fastattn.lra.encoder.MIXERS``, or several, one a block.
         splits: ``{"train": ..., "val": ...}``.
         workers: Loader processes.
+
+    Raises:
+        ValueError: The recipe is for another task, or has a number that nothing would use.
     """
 
     def __init__(
@@ -36,23 +50,16 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.task, self.recipe, self.mixer = task, recipe, mixer
         self.splits, self.workers = splits, workers
-        self.encoder = Encoder(
-            len(task.vocabulary),
-            task.num_classes,
-            mixer=mixer,
-            positions=recipe.positions_for(mixer),
-            max_length=recipe.max_length,
-            width=recipe.width,
-            depth=recipe.depth,
-            heads=recipe.heads,
-            ff=recipe.ff,
-            dropout=recipe.dropout,
-        )
+        self.encoder = encoder_for(task, recipe, mixer)
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
+        self.waited = 0.0
+        self.warnings: list[str] = []
         self.extra_sets: dict[str, dict[str, Any]] = {}
         self._streams: dict[int, BatchStream] = {}
+        self._ahead: tuple[int, Iterator[Share]] | None = None  # from which step on, and what
         self._losses: list[Tensor] = []
+        self._sums = torch.zeros(3, dtype=torch.float64)
         self._plateau = {"best": float("inf"), "waited": 0, "factor": 1.0}
 
     # Data
@@ -75,78 +82,116 @@ class Classifier(lightning.LightningModule):
         augment = self.task.augment if self.recipe.augment else None
         return BatchStream(split, phase.batch_size, seed=seed, augment=augment)
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> Stretch:
         """The steps up to the next validation; called again after each (an "epoch" here)."""
         number, begin = self.recipe.phase_at(self.global_step)
         end = min(self.recipe.last_step, begin + self.recipe.phases[number].steps)
         every = self.recipe.validate_every
         stop = min(end, begin + ((self.global_step - begin) // every + 1) * every)
-        steps = range(self.global_step - begin, stop - begin)
-        return self._loader(self._stream(number), steps)
+        if self._ahead is None or self._ahead[0] != self.global_step or self.global_step == begin:
+            turns, ranks = self.recipe.accumulate, self.trainer.world_size
+            shares = Shares(self._stream(number), self.global_rank, ranks, turns)
+            items = range((self.global_step - begin) * turns, (end - begin) * turns)
+            self._ahead = self.global_step, iter(loader(shares, items, self.workers))
+        self._ahead = stop, self._ahead[1]
+        turns = max(0, stop - self.global_step) * self.recipe.accumulate
+        return Stretch(self._ahead[1], turns, self._wait)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(*evaluation(self.splits["val"], self.recipe))
+    def on_train_end(self) -> None:
+        self._ahead = None  # ends its processes
 
-    def test_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(*evaluation(self.splits["test"], self.recipe))
+    def _wait(self, seconds: float) -> None:
+        self.waited += seconds
 
-    def _loader(self, data: Any, sampler: range) -> DataLoader[Batch]:
-        generator = torch.Generator().manual_seed(0)  # leaves the global random state alone
-        return DataLoader(
-            data,
-            batch_size=None,
-            sampler=sampler,
-            num_workers=self.workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=generator,
-        )
+    def val_dataloader(self) -> DataLoader[Share]:
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> DataLoader[Share]:
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, name: str) -> DataLoader[Share]:
+        data = EvaluationData(self.splits[name], self.recipe.phases[-1].batch_size)
+        shares = Shares(data, self.global_rank, self.trainer.world_size)
+        return loader(shares, range(len(data.batches)), self.workers)
 
     def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
+        self, batch: Share, device: torch.device, dataloader_idx: int
+    ) -> Share:
         """The lengths stay on the CPU, where the encoder needs them."""
-        tokens, labels = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.labels))
-        return Batch(tokens, batch.lengths, labels)
+        tokens, lengths, labels = batch.batch
+        tokens, labels = (x.to(device, non_blocking=True) for x in (tokens, labels))
+        return batch._replace(batch=Batch(tokens, lengths, labels))
 
     # Steps
 
     def on_train_epoch_start(self) -> None:
         self._began = time.perf_counter()
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        torch.manual_seed(self.recipe.seed * 1_000_003 + self.global_step)
+    def on_train_batch_start(self, batch: Share, batch_idx: int) -> None:
+        turn = batch_idx % self.recipe.accumulate
+        share = turn * self.trainer.world_size + self.global_rank
+        torch.manual_seed(self.recipe.seed * 1_000_003 + self.global_step + (share << 40))
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.encoder(batch.tokens, batch.lengths), batch.labels)
+    def training_step(self, batch: Share, batch_idx: int) -> Tensor:
+        (tokens, lengths, labels), counted, weight = batch
+        loss = weight * F.cross_entropy(self.encoder(tokens, lengths), labels)
         self._losses.append(loss.detach())
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch.labels))
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=max(1, counted))
+        if self.recipe.penalty:
+            penalty = self.encoder.pool.penalty
+            assert isinstance(penalty, Tensor)
+            loss = loss + weight * self.recipe.penalty * penalty
         return loss
 
     def on_validation_epoch_start(self) -> None:
         self.seconds += time.perf_counter() - self._began
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        logits = self._evaluate("test", batch)
-        self.predictions.append(logits.argmax(-1).cpu())
+    def validation_step(self, batch: Share, batch_idx: int) -> None:
+        self._evaluate(batch)
 
     def on_test_epoch_start(self) -> None:
-        self.predictions: list[Tensor] = []
+        split = self.splits["test"]
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self._places = EvaluationData(split, self.recipe.phases[-1].batch_size).batches
+        self.predictions = torch.zeros(len(split), dtype=torch.int64, device=self.device)
 
-    def _evaluate(self, stage: str, batch: Batch) -> Tensor:
-        """Means over samples: Lightning weights each batch by its size."""
-        logits = self.encoder(batch.tokens, batch.lengths).float()
-        correct = (logits.argmax(-1) == batch.labels).float().mean()
-        loss = F.cross_entropy(logits, batch.labels)
-        for name, value in (("accuracy", correct), ("loss", loss)):
-            self.log(f"{stage}/{name}", value, prog_bar=True, batch_size=len(batch.labels))
+    def test_step(self, batch: Share, batch_idx: int) -> None:
+        predicted = self._evaluate(batch).argmax(-1)
+        places = self._places[batch_idx][self.global_rank :: self.trainer.world_size]
+        self.predictions[torch.from_numpy(places)] = predicted[: batch.counted]
+
+    def on_test_epoch_end(self) -> None:
+        """``predictions`` are those of all devices, ``(N,)``, in the order of the split."""
+        self._report("test")
+        self.predictions = self.trainer.strategy.reduce(self.predictions, reduce_op="sum")
+
+    def _evaluate(self, share: Share) -> Tensor:
+        """Logits of a share; adds samples, right answers and losses to the sums."""
+        (tokens, lengths, labels), counted, _ = share
+        logits = self.encoder(tokens, lengths).float()
+        right = (logits.argmax(-1) == labels)[:counted].sum()
+        losses = F.cross_entropy(logits, labels, reduction="none")[:counted].double().sum()
+        self._sums += torch.stack((torch.full_like(losses, counted), right.double(), losses))
         return logits
 
+    def _report(self, stage: str) -> tuple[float, float]:
+        """Accuracy and loss over the samples of all devices; each of them counts once."""
+        sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        samples, accuracy, loss = sums[0], sums[1] / sums[0], sums[2] / sums[0]
+        if samples != len(self.splits[stage]):
+            raise RuntimeError(f"{stage} has {len(self.splits[stage])} samples, counted {samples}")
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
+        self.log(f"{stage}/loss", loss, prog_bar=True)
+        return accuracy, loss
+
     def on_validation_epoch_end(self) -> None:
-        metrics = self.trainer.callback_metrics
-        train_loss = torch.stack(self._losses).mean().item() if self._losses else float("nan")
+        accuracy, loss = self._report("val")
+        train_loss = float("nan")
+        if self._losses:
+            mean = torch.stack(self._losses).mean()
+            train_loss = self.trainer.strategy.reduce(mean, reduce_op="mean").item()
+        self._watch_chance(train_loss, len(self._losses) // self.recipe.accumulate)
         self._losses.clear()
         self.history.append(
             {
@@ -154,12 +199,28 @@ class Classifier(lightning.LightningModule):
                 "seconds": round(self.seconds, 3),
                 "lr": self.recipe.lr_at(self.global_step - 1) * self._plateau["factor"],
                 "train_loss": train_loss,
-                "val_loss": metrics["val/loss"].item(),
-                "val_accuracy": metrics["val/accuracy"].item(),
+                "val_loss": loss,
+                "val_accuracy": accuracy,
             }
         )
-        self._watch_plateau(metrics["val/loss"].item())
+        self._watch_plateau(loss)
         self._began = time.perf_counter()
+
+    def _watch_chance(self, loss: float, steps: int) -> None:
+        """Say once that nothing has been learnt in the first tenth of the run."""
+        if self.warnings or steps < CHANCE_STEPS or self.global_step < 0.1 * self.recipe.steps:
+            return
+        for name, chance in chance_losses(self.splits["train"], self.task.num_classes).items():
+            if abs(loss - chance) <= CHANCE:
+                self.warnings.append(
+                    f"stuck at chance: at step {self.global_step} of {self.recipe.steps} the "
+                    f"training loss is {loss:.4f} nats, that of guessing from {name} "
+                    f"({chance:.4f}). Take a lower learning rate or a longer warm-up, begin with "
+                    "easier or shorter samples, or look at the data with fastattn-lra verify"
+                )
+                if is_first():
+                    warnings.warn(self.warnings[-1], stacklevel=2)
+                return
 
     def _watch_plateau(self, loss: float) -> None:
         if self.recipe.phases[self.recipe.phase_at(self.global_step)[0]].decay != "plateau":
@@ -174,13 +235,8 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW; weight decay on matrices only. The schedule gives absolute learning rates."""
-        matrices = [p for p in self.parameters() if p.ndim >= 2]
-        others = [p for p in self.parameters() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self.recipe.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
         fused = self.device.type == "cuda"
+        groups = self.encoder.parameter_groups(self.recipe.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=self.recipe.betas, fused=fused)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.recipe.lr_at(step) * self._plateau["factor"]
@@ -197,7 +253,8 @@ class Classifier(lightning.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """By the recipe; Lightning's own refuses a fused optimiser in mixed precision."""
-        torch.nn.utils.clip_grad_norm_(self.parameters(), self.recipe.clip)
+        if self.recipe.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), self.recipe.clip)
 
     # Checkpoints
 
@@ -206,6 +263,8 @@ class Classifier(lightning.LightningModule):
             "vocabulary": self.task.vocabulary.hash,
             "history": self.history,
             "seconds": self.seconds,
+            "waited": self.waited,
+            "warnings": self.warnings,
             "plateau": self._plateau,
             "extra_sets": self.extra_sets,
         }
@@ -215,6 +274,7 @@ class Classifier(lightning.LightningModule):
         check_vocabulary(self.task, ours["vocabulary"])
         self.history, self.seconds = ours["history"], ours["seconds"]
         self._plateau, self.extra_sets = ours["plateau"], ours["extra_sets"]
+        self.waited, self.warnings = ours.get("waited", 0.0), ours.get("warnings", [])
         # Checkpoints lie at the end of an epoch: begin a new one, whatever its length, instead of
         # entering the old one again.
         loops = checkpoint["loops"]["fit_loop"]
@@ -225,20 +285,41 @@ class Classifier(lightning.LightningModule):
         batches["is_last_batch"] = False
 
 
-class EvaluationData(torch.utils.data.Dataset[Batch]):
-    """Batches of a split, each sample exactly once."""
+def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]:
+    """Options of Lightning's trainer for so many devices on each of so many hosts.
 
-    def __init__(self, split: Split, batch_size: int) -> None:
-        self.split = split
-        self.batches = evaluation_batches(split, batch_size)
+    Raises:
+        ValueError: A number is not positive, or the host has fewer GPUs.
+    """
+    cuda = torch.cuda.is_available()
+    if devices < 1 or nodes < 1:
+        raise ValueError(f"devices and nodes must be at least 1, got {devices} and {nodes}")
+    if cuda and devices > torch.cuda.device_count():
+        raise ValueError(f"devices is {devices}, but there are {torch.cuda.device_count()} GPUs")
+    # buffers are functions of the seed: alike everywhere already
+    several = DDPStrategy(broadcast_buffers=False) if devices * nodes > 1 else "auto"
+    return {
+        "accelerator": "gpu" if cuda else "cpu",
+        "devices": devices,
+        "num_nodes": nodes,
+        "strategy": several,
+        "use_distributed_sampler": False,
+        "precision": "bf16-mixed" if cuda and recipe.bf16 else "32-true",
+        "accumulate_grad_batches": recipe.accumulate,
+    }
 
-    def __getitem__(self, i: int) -> Batch:
-        return collate(self.split, self.batches[i])
+
+def is_first() -> bool:
+    """Whether this is the process that writes and speaks, of all that train together."""
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in ranks)
 
 
-def evaluation(split: Split, recipe: Recipe) -> tuple[EvaluationData, range]:
-    data = EvaluationData(split, recipe.phases[-1].batch_size)
-    return data, range(len(data.batches))
+def chance_losses(split: Split, num_classes: int) -> dict[str, float]:
+    """Cross-entropies, in nats, that need no input."""
+    share = torch.bincount(torch.from_numpy(split.labels), minlength=num_classes) / len(split)
+    entropy = -torch.special.xlogy(share, share).sum().item()
+    return {"nothing": math.log(num_classes), "how often each label occurs": entropy}
 
 
 def additional_set(task: Task, phase: Phase, seed: int) -> Split:
@@ -259,3 +340,10 @@ def check_vocabulary(task: Task, stored: str) -> None:
             f"{task.vocabulary.hash}: its token ids mean something else. Test it with the version "
             "of fastattn that trained it (result.json names it)"
         )
+
+
+if __name__ == "__main__":  # the command; fit where it is not said what
+    from fastattn.lra.cli import main
+
+    words = sys.argv[1:]
+    sys.exit(main(words if words and not words[0].startswith("-") else ["fit", *words]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.lra.encoder import Padding
+from fastattn.lra.padding import Padding
 from fastattn.nn import LongConv, ToeplitzMix
 
 
@@ -20,6 +20,7 @@ class LongConvMixer(nn.Module):
 
     def __init__(self, width: int, taps: int, *, squash: float = 0.0) -> None:
         super().__init__()
+        self.reach = (taps - 1, taps)
         self.conv = LongConv(width, taps, bidirectional=True, squash=squash)
         self.out_proj = nn.Linear(width, 2 * width)
 
@@ -32,17 +33,21 @@ class GMLPMixer(nn.Module):
     """GELU(x U), one half of it gated by a Toeplitz matrix over the sequence times the other, V.
 
     Args:
-        width: Of the tokens, and of each half.
+        width: Of the tokens.
         seq_len: The longest sequence.
+        hidden: Of each half; None means ``width``.
         independent: As in :class:`fastattn.ToeplitzMix`; 2 on most tasks, 4 on ListOps in the
             source.
     """
 
-    def __init__(self, width: int, seq_len: int, *, independent: int = 4) -> None:
+    def __init__(
+        self, width: int, seq_len: int, *, independent: int = 4, hidden: int | None = None
+    ) -> None:
         super().__init__()
-        self.in_proj = nn.Linear(width, 2 * width)
-        self.mix = ToeplitzMix(width, seq_len, independent=independent)
-        self.out_proj = nn.Linear(width, width)
+        hidden = width if hidden is None else hidden
+        self.in_proj = nn.Linear(width, 2 * hidden)
+        self.mix = ToeplitzMix(hidden, seq_len, independent=independent)
+        self.out_proj = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor, padding: Padding) -> Tensor:
         """``(b, n, width)`` to the same."""

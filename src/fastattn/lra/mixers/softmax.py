@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.lra.encoder import Padding
+from fastattn.lra.padding import Padding
+from fastattn.lra.positions import rotate
 
 
 class SoftmaxAttention(nn.Module):
@@ -19,14 +20,15 @@ class SoftmaxAttention(nn.Module):
         width: Of the tokens.
         heads: h; the head width d = width / h must be even with rotary positions.
         rotary: Rotate queries and keys by their position (base 10000).
+        half: As in :func:`fastattn.lra.positions.rotate`.
     """
 
-    def __init__(self, width: int, heads: int, *, rotary: bool) -> None:
+    def __init__(self, width: int, heads: int, *, rotary: bool, half: bool = False) -> None:
         super().__init__()
         if rotary and (width // heads) % 2:
             raise ValueError(f"rotary positions need an even head width, got {width // heads}")
         self.heads = heads
-        self.rotary = rotary
+        self.rotary, self.half_turns = rotary, half
         self.in_proj = nn.Linear(width, 3 * width)
         self.out_proj = nn.Linear(width, width)
 
@@ -54,15 +56,5 @@ class SoftmaxAttention(nn.Module):
         """``(..., n, width)`` to q, k and v ``(..., n, h, d)``."""
         q, k, v = self.in_proj(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         if self.rotary:
-            q, k = rotate(q, position), rotate(k, position)
+            q, k = (rotate(y, position, half=self.half_turns) for y in (q, k))
         return q, k, v
-
-
-def rotate(x: Tensor, position: Tensor) -> Tensor:
-    """Turn feature pairs (i, i + d/2) of ``(..., n, h, d)`` by position · 10000**(-2i/d)."""
-    half = x.shape[-1] // 2
-    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = position[:, None, None] * frequency  # (n, 1, d/2)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)

@@ -1,0 +1,51 @@
+"""Which tokens of a batch are real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Which tokens of a batch are real, in the forms that mixers need; made without a sync.
+
+    Args:
+        mask: ``(b, n)`` bool, True = padding.
+        cu_seqlens: Boundaries of the packed sequences, ``(b + 1,)`` int32.
+        lengths: ``(b,)`` int64, on the CPU; the others are where the tokens are.
+    """
+
+    mask: Tensor
+    cu_seqlens: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, lengths: Tensor, n: int, device: torch.device) -> Padding:
+        """From lengths ``(b,)`` on the CPU, as for ``pack_padded_sequence``."""
+        if lengths.device.type != "cpu":
+            raise ValueError(f"lengths must be on the CPU, they are on {lengths.device}")
+        if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= n:
+            raise ValueError(f"lengths must be from 1 to n = {n}, got {lengths.tolist()}")
+        mask = torch.arange(n) >= lengths[:, None]
+        cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+        mask, cu_seqlens = (x.to(device, non_blocking=True) for x in (mask, cu_seqlens))
+        return cls(mask, cu_seqlens, lengths)
+
+    @cached_property
+    def packed(self) -> Tensor:
+        """Places of the real tokens in the flattened batch, ``(tokens,)`` int64."""
+        real = torch.arange(self.mask.shape[1]) < self.lengths[:, None]
+        return real.flatten().nonzero().squeeze(1).to(self.mask.device, non_blocking=True)
+
+    @property
+    def longest(self) -> int:
+        """The largest length."""
+        return int(self.lengths.max()) if len(self.lengths) else 0
+
+    def clear(self, x: Tensor) -> Tensor:
+        """``(b, n, width)``, zero where there is no token."""
+        return x.masked_fill(self.mask.unsqueeze(-1), 0)

@@ -1,0 +1,207 @@
+"""Recipes: each builds its model and reaches its learning rate; what nothing uses is an error."""
+
+import json
+import runpy
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastattn.lra import runs, train
+from fastattn.lra.encoder import encoder_for
+from fastattn.lra.recipes import (
+    LISTOPS_BUDGET,
+    LISTOPS_FULL,
+    LISTOPS_MINI,
+    RECIPES,
+    SMOKE,
+    Phase,
+    Recipe,
+)
+from fastattn.lra.tasks import TASKS
+
+# longest document, training samples
+SIZES = {
+    "listops": (2000, 96_000),
+    "text": (4096, 25_000),
+    "retrieval": (4000, 147_086),
+    "image": (1024, 45_000),
+    "pathfinder": (1024, 160_000),
+    "pathx": (16_384, 160_000),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("listops")
+    TASKS["listops"].generate(
+        out, num_train=49, num_val=20, num_test=20, min_length=5, max_length=40, workers=1
+    )
+    return out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_makes_a_model_and_reaches_its_learning_rate(name):
+    recipe = RECIPES[name]
+    for task in [recipe.task] if recipe.task else SIZES:
+        longest, samples = SIZES[task]
+        whole = recipe.on(samples, longest)
+        assert whole.on(samples, longest) == whole
+        assert Recipe.from_dict(json.loads(json.dumps(asdict(whole)))) == whole
+        every = range(0, whole.steps, max(1, whole.steps // 500))
+        peak = max(whole.lr_at(step) for step in every)
+        assert peak == pytest.approx(max(phase.lr for phase in whole.phases), rel=0.02)
+        with torch.device("meta"):
+            model = encoder_for(TASKS[task], whole, recipe.mixer or "linear")
+        groups = model.parameter_groups(whole.weight_decay)
+        grouped = [id(p) for group in groups for p in group["params"]]
+        assert sorted(grouped) == sorted(map(id, model.parameters()))
+        assert any(p.ndim == 1 for p in groups[1]["params"])
+
+
+def test_every_task_has_a_recipe_of_minutes():
+    assert SIZES.keys() == TASKS.keys()
+    for task in TASKS:
+        assert RECIPES[f"{task}-minutes"].task == task
+
+
+def test_the_published_runs_are_what_they_were():
+    for recipe, phases, rest in (
+        (LISTOPS_BUDGET, [(2500, 256, 1e-3), (7500, 64, 7e-4)], (256, 6, 4, 512, 0.0)),
+        (LISTOPS_MINI, [(2500, 256, 1e-3), (7500, 64, 7e-4)], (256, 4, 4, 1024, 0.1)),
+        (LISTOPS_FULL, [(180_000, 64, 1e-4)], (256, 6, 4, 512, 0.0)),
+    ):
+        assert [(p.steps, p.batch_size, p.lr) for p in recipe.phases] == phases
+        sizes = (recipe.width, recipe.depth, recipe.heads, recipe.ff, recipe.dropout)
+        assert sizes == rest
+        assert recipe.on(96_000, 1999) == recipe
+        assert (recipe.activation, recipe.pool_for("linear"), recipe.head) == ("relu", "mean", 0)
+        assert recipe.max_length == 2000
+
+
+def test_epochs_shares_and_lengths_become_numbers_of_the_data():
+    recipe = Recipe(
+        name="x",
+        phases=(Phase(epochs=3, batch_size=10, lr=1.0), Phase(steps=7, batch_size=5, lr=1.0)),
+        warmup=0.1,
+        validate_every=0,
+        max_length=None,
+    )
+    with pytest.raises(ValueError, match="x is given in epochs"):
+        _ = recipe.steps
+    whole = recipe.on(samples=101, longest=77)
+    assert [phase.steps for phase in whole.phases] == [33, 7]
+    assert (whole.warmup, whole.validate_every, whole.max_length) == (4, 11, 77)
+    assert whole.at_most(12).last_step == 12
+    assert recipe.at_most(100).on(101, 77).last_step == 40
+    own = Phase(epochs=2, batch_size=10, lr=1.0, lengths=(1, 2), num_samples=50)
+    assert own.on(1000).steps == 10
+
+
+def test_what_nothing_would_use_is_an_error():
+    small = SMOKE.on(200, 40)
+    with pytest.raises(ValueError, match="recipe text-conv is for text, not for listops"):
+        encoder_for(TASKS["listops"], RECIPES["text-conv"].on(100, 40), "conv")
+    with pytest.raises(ValueError, match="penalty needs the pool attention"):
+        encoder_for(TASKS["listops"], replace(small, penalty=1.0), "gru")
+    with pytest.raises(ValueError, match="max_length must be a number here"):
+        encoder_for(TASKS["listops"], SMOKE, "gru")
+    with pytest.raises(ValueError, match="takes positions 'none'"):
+        encoder_for(TASKS["listops"], replace(small, positions="learned"), "gru")
+    with pytest.raises(TypeError, match="factors"):
+        Recipe.from_dict({**asdict(small), "factors": "constant"})
+    with pytest.raises(ValueError, match="one of steps and epochs"):
+        Phase(batch_size=1, lr=1.0)
+    with pytest.raises(ValueError, match="one of steps and epochs"):
+        Phase(steps=1, epochs=1, batch_size=1, lr=1.0)
+    with pytest.raises(ValueError, match="warmup must be shorter than the run's 40 steps"):
+        RECIPES["listops-bert-mini"].on(30, 40)
+    with pytest.raises(ValueError, match="accumulate must be at least 1"):
+        replace(SMOKE, accumulate=0)
+
+
+# What a run does with them
+
+
+def losses(result):
+    keys = ("step", "train_loss", "val_loss", "val_accuracy")
+    return np.array([[entry[key] for key in keys] for entry in result["fit"]["history"]])
+
+
+def test_accumulation_changes_losses_by_rounding_only(data, tmp_path):
+    phases = tuple(replace(phase, batch_size=7) for phase in SMOKE.phases)
+    recipe = replace(SMOKE, phases=phases, dropout=0.0)
+    whole = runs.fit("listops", data, recipe, "linear", tmp_path / "a", workers=0)
+    recipe = replace(recipe, accumulate=3)
+    for steps in (9, 20):  # and a run that is cut resumes
+        shares = runs.fit(
+            "listops", data, recipe.at_most(steps), "linear", tmp_path / "b",
+            workers=0, resume=steps > 9,
+        )  # fmt: skip
+    np.testing.assert_allclose(losses(shares)[[0, -1]], losses(whole)[[0, -1]], rtol=1e-5)
+
+
+def test_plain_torch_gives_the_same_losses(data, tmp_path):
+    path = Path(__file__).parent.parent / "examples/plain_training.py"
+    assert len(path.read_text().splitlines()) <= 80
+    plain = runpy.run_path(str(path))["train"]
+    splits = TASKS["listops"].load(data)
+    recipe = SMOKE.on(len(splits["train"]), max(int(x.lengths.max()) for x in splits.values()))
+    result = runs.fit("listops", data, SMOKE, "bigbird linear", tmp_path / "run", workers=0)
+    entries = list(plain(TASKS["listops"], recipe, "bigbird linear", splits, "cpu"))
+    np.testing.assert_array_equal(losses(result), np.array(entries))
+
+
+def test_a_run_that_has_learnt_nothing_says_so(data, tmp_path, monkeypatch):
+    # labels that carry nothing, and a learning rate that changes nothing: the head guesses evenly
+    recipe = replace(
+        SMOKE, phases=(Phase(steps=40, batch_size=4, lr=1e-9),), warmup=0, validate_every=20
+    )
+
+    class Even(train.Classifier):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for p in self.encoder.head.parameters():
+                torch.nn.init.zeros_(p)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "Classifier", Even)
+        with pytest.warns(UserWarning, match="stuck at chance: at step 20 of 40"):
+            result = runs.fit("listops", data, recipe, "linear", tmp_path / "a", workers=0)
+    assert len(result["fit"]["warnings"]) == 1
+    assert "a lower learning rate" in result["fit"]["warnings"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", module="lightning")
+        result = runs.fit("listops", data, recipe, "linear", tmp_path / "b", workers=0)
+    assert result["fit"]["warnings"] == []
+
+
+def test_a_penalty_is_trained_and_not_reported(data, tmp_path):
+    def run(name, penalty, lr):
+        phases = (Phase(steps=10, batch_size=4, lr=lr),)
+        recipe = replace(SMOKE, phases=phases, pool="attention", penalty=penalty, dropout=0.0)
+        return losses(runs.fit("listops", data, recipe, "gru", tmp_path / name, workers=0))
+
+    np.testing.assert_allclose(run("a", 0.0, 1e-12), run("b", 9.0, 1e-12), rtol=1e-6)
+    assert abs(run("c", 0.0, 1e-2) - run("d", 9.0, 1e-2)).max() > 1e-3
+
+
+def test_chance_is_that_of_the_labels():
+    split = TASKS["listops"].generate_split(64, seed=0, min_length=5, max_length=20)
+    chances = train.chance_losses(split, 10)
+    assert chances["nothing"] == pytest.approx(np.log(10))
+    share = np.bincount(split.labels, minlength=10) / 64
+    entropy = -sum(x * np.log(x) for x in share if x)
+    assert chances["how often each label occurs"] == pytest.approx(entropy, rel=1e-5)
+
+
+def test_waiting_for_data_is_in_the_result(data, tmp_path):
+    result = runs.fit("listops", data, SMOKE, "gru", tmp_path / "run", workers=0)
+    assert 0 < result["fit"]["data_wait"] < 1
+    assert result["reach"] is None
+    conv = runs.fit("listops", data, SMOKE, "conv:kernel=5", tmp_path / "conv", workers=0)
+    assert tuple(conv["reach"]) == (4, 4)
