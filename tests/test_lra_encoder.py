@@ -122,3 +122,29 @@ def test_bad_options_say_what_is_wrong():
         SoftmaxAttention(30, 2, rotary=True)
     with pytest.raises(ValueError, match="learned positions end at 40, got n = 41"):
         make("linear", "learned")(torch.zeros(1, 41, dtype=torch.int64), torch.tensor([41]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "mixer", ["linear", "performer", "bigbird", "linformer", "long_conv", "gmlp", "conv", "tcn"]
+)
+def test_memory_grows_as_the_length_does(mixer):
+    """Not as its square, which a pattern that is only masked would need."""
+    positions = "none" if mixer in BODIES else "sinusoidal"
+    model = make(mixer, positions, max_length=8192, width=64).cuda()
+
+    def peak(n):
+        tokens = torch.randint(5, 20, (2, n), device="cuda")
+        lengths = torch.tensor([n, n - 7])
+        for _ in range(2):  # tables and layouts are made once
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            with torch.autocast("cuda", torch.bfloat16):
+                model(tokens, lengths).sum().backward()
+            torch.cuda.synchronize()
+            found = torch.cuda.max_memory_allocated() - before
+            model.zero_grad()
+        return found
+
+    assert peak(8192) < 2.2 * peak(4096)
