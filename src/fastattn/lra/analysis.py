@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fastattn.lra.data import Split
 from fastattn.lra.tasks.listops import VOCABULARY
+
+KEEPS_VALUE = ("[MAX", "[MIN", "[MED")  # operators whose value over copies of x is x
 
 
 def majority(split: Split) -> float:
@@ -83,6 +90,74 @@ def accuracy_by_root(split: Split, predictions: ArrayLike) -> dict[str, dict[str
         }
         for root in np.unique(roots)
     }
+
+
+def at_floor(accuracy: float, floor: float, samples: int) -> bool:
+    """Whether an accuracy is not more than two standard errors above a floor."""
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    return accuracy <= floor + 2 * math.sqrt(floor * (1 - floor) / samples)
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation; of a single value there is no spread."""
+    if not values:
+        raise ValueError("values must have at least one number, got none")
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def step_seconds(history: Sequence[Mapping[str, float]], begin: int = 0) -> float | None:
+    """Seconds of a training step: the median over the stretches between validations.
+
+    Args:
+        history: Entries with "step" and "seconds", both counted from the start of the run.
+        begin: Leave out the stretches that start before this step, as another phase.
+
+    Returns:
+        None where there is no stretch. The first of a run has its compilations, and is left out
+        where there are others.
+    """
+    ends = [(0.0, 0.0), *((entry["step"], entry["seconds"]) for entry in history)]
+    stretches = [
+        (later[1] - former[1]) / (later[0] - former[0])
+        for former, later in itertools.pairwise(ends)
+        if former[0] >= begin and later[0] > former[0]
+    ]
+    if begin == 0 and len(stretches) > 1:
+        del stretches[0]
+    return statistics.median(stretches) if stretches else None
+
+
+def configuration(content: Mapping[str, Any], *more: Any) -> str:
+    """A text that is equal for results of runs that differ by their seed alone."""
+    recipe = {k: x for k, x in content["recipe"].items() if k != "seed"}
+    same = [content.get(key) for key in ("task", "mixer", "positions", "pool")]
+    return json.dumps([*same, recipe, *more], sort_keys=True)
+
+
+def repeated(split: Split, operator: str, copies: int) -> Split:
+    """Every list S as ``[OPERATOR S S ... S ]``, which keeps its value: max(x, x) = x.
+
+    Test models with it on lists that are longer by their own content alone.
+
+    Args:
+        split: ListOps samples of L tokens.
+        operator: "[MAX", "[MIN" or "[MED"; the sum of copies is another value.
+        copies: k, at least 1.
+
+    Returns:
+        Samples of k·L + 2 tokens with the same labels.
+
+    Raises:
+        ValueError: The operator does not keep the value, or k is too small.
+    """
+    if operator not in KEEPS_VALUE:
+        raise ValueError(f"operator must be one of {', '.join(KEEPS_VALUE)}, got {operator!r}")
+    if copies < 1:
+        raise ValueError(f"copies must be at least 1, got {copies}")
+    first, last = VOCABULARY.encode([operator]), VOCABULARY.encode(["]"])
+    lists = [np.concatenate([first, *[split.sample(i)] * copies, last]) for i in range(len(split))]
+    return Split.of(lists, split.labels.tolist())
 
 
 def _predicted(split: Split, predictions: ArrayLike) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The command ``fastattn-lra``: generate, unpack, verify, fit, test."""
+"""The command ``fastattn-lra``: generate, unpack, verify, fit, test, analyze, report."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fastattn.lra.data import Task
 from fastattn.lra.encoder import MIXERS, POSITIONS, mixers_of
 from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.recipes import RECIPES
+from fastattn.lra.result_commands import add_analyze, add_report
 from fastattn.lra.tasks import TASKS
 from fastattn.lra.tasks.pathfinder_files import SETS
 
@@ -103,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="POINTS",
         help="exit with code 1 unless the accuracy is so many points above every floor",
     )
+    add_analyze(commands.add_parser("analyze", help="analyse runs", allow_abbrev=False))
+    add_report(commands.add_parser("report", help="a page of many runs", allow_abbrev=False))
     return parser
 
 

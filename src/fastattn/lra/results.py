@@ -1,0 +1,229 @@
+"""Reading what runs have left: result.json of this version and of older ones, which have less."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fastattn.lra.analysis import at_floor, configuration
+from fastattn.lra.mixers import mixers_of
+from fastattn.lra.protocols import DEFAULT
+from fastattn.lra.recipe import Recipe
+from fastattn.lra.recipes import RECIPES
+from fastattn.lra.tasks import TASKS
+
+# what a validation says, unless the run classifies nothing
+CURVES = {"train_loss", "val_loss", "val_accuracy"}
+# what a run takes from its data, or what is told elsewhere
+_OF_THE_RUN = {"name", "task", "mixer", "phases", "max_length", "warmup", "validate_every"}
+_OF_THE_RUN |= {"seed", "stop_at"}
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A run as a reader of results sees it; accuracies are shares, and None where unknown.
+
+    Args:
+        path: The run directory.
+        content: The whole of its result.json.
+        task, mixer, seed, device: As it says.
+        recipe: The recipe's name, and what was changed in it.
+        protocol, origin: Of the data that the accuracy is of.
+        floors: Of the test set, or of the validation set where it was not tested.
+        test, validation: Accuracies; the validation's is the best.
+        samples: Of the set that ``floors`` is of.
+        state: "finished", "cut at step N", or "unfinished"; and whether it classifies nothing.
+    """
+
+    path: Path
+    content: dict[str, Any]
+    task: str
+    mixer: str
+    recipe: str
+    seed: int
+    protocol: str
+    origin: str
+    floors: dict[str, float]
+    test: float | None
+    validation: float | None
+    samples: int
+    state: str
+    device: str
+    parameters: int | None
+    seconds: float | None
+    peak_memory: int | None
+    history: list[dict[str, float]]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the test, or else of the validation."""
+        return self.validation if self.test is None else self.test
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has no result, or diverged, or is no better than a constant label by luck."""
+        if self.accuracy is None:
+            return not self.history  # a run that classifies nothing has not failed
+        diverged = not all(math.isfinite(entry.get("val_loss", 0.0)) for entry in self.history)
+        return diverged or at_floor(self.accuracy, self.floors["majority"], self.samples)
+
+    @property
+    def key(self) -> str:
+        """Equal for runs that differ by their seed alone."""
+        data, test = self.content["data"], self.content.get("test", {})
+        other = None if test.get("data_of_the_run", True) else test.get("fingerprint")
+        shown = (self.protocol, self.origin, self.device, data["fingerprints"], other)
+        return configuration(self.content, *shown)
+
+
+def read_result(path: Path) -> Result:
+    """A run's result.json.
+
+    Args:
+        path: The file, or the run directory with it.
+
+    Raises:
+        ValueError: There is none, or it is damaged, or from something else.
+    """
+    path = path if path.name == "result.json" and path.is_file() else path / "result.json"
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not a run: it has no result.json")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return _result(path.parent, content)
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged, or not of fastattn-lra: it has no {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged, or not of fastattn-lra: {error}") from None
+
+
+def _result(path: Path, content: dict[str, Any]) -> Result:
+    data, fit, test = content["data"], content.get("fit", {}), content.get("test")
+    if content["task"] not in TASKS:
+        raise ValueError(f"unknown task {content['task']!r}")
+    if missing := {"fingerprints", "samples"} - data.keys():
+        raise ValueError(f"its data has no {', '.join(sorted(missing))}")
+    mixers_of(content["mixer"])
+    seen = test or data
+    history = fit.get("history", [])
+    for entry in (*history, *([fit["best"]] if fit else [])):
+        _check_numbers(entry, "step", "seconds", *(CURVES & entry.keys()))
+    for phase in content["recipe"]["phases"]:
+        _check_numbers(phase, "steps", "batch_size")
+    for operator in (test or {}).get("by_root_operator", {}).values():
+        _check_numbers(operator, "samples", "accuracy", "floor")
+    samples = int(data["samples"]["val"] if test is None else test["samples"])
+    if samples < 1:
+        raise ValueError("it has no samples")
+    floors = {name: float(x) for name, x in seen.get("floors", content["floors"]).items()}
+    if "majority" not in floors:
+        raise ValueError("its floors have no majority")
+    return Result(
+        path=path,
+        content=content,
+        task=content["task"],
+        mixer=content["mixer"],
+        recipe=_recipe(content["recipe"]),
+        seed=int(content["seed"]),
+        protocol=str(seen.get("protocol") or data.get("protocol") or DEFAULT.name),
+        origin=_origin({**data, **(test or {})}),
+        floors=floors,
+        test=None if test is None else float(test["accuracy"]),
+        validation=fit["best"].get("val_accuracy") if fit else None,
+        samples=samples,
+        state=_state(content["recipe"], fit),
+        device=_device(str(content["device"]), int(fit.get("devices", 1))),
+        parameters=int(content["parameters"]) if "parameters" in content else None,
+        seconds=float(fit["seconds"]) if fit else None,
+        peak_memory=int(fit["peak_memory_mib"]) if "peak_memory_mib" in fit else None,
+        history=history,
+    )
+
+
+def _check_numbers(entry: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(entry[name], int | float):
+            raise ValueError(f"{name} must be a number, got {entry[name]!r}")
+
+
+def _recipe(used: dict[str, Any]) -> str:
+    """A recipe's name, and the fields that are not as in the recipe of that name."""
+    name = str(used["name"])
+    if name not in RECIPES:
+        return name
+    ours = json.loads(json.dumps(asdict(RECIPES[name])))
+    changed = [
+        f"{field}={used[field]}"
+        for field in ours
+        if field in used and field not in _OF_THE_RUN and used[field] != ours[field]
+    ]
+    for field in ("batch_size", "lr", "decay"):
+        values = [phase.get(field) for phase in used["phases"]]
+        if values != [phase[field] for phase in ours["phases"]]:
+            changed.append(f"{field}={'/'.join(map(str, values))}")
+    return f"{name} ({', '.join(changed)})" if changed else name
+
+
+def _origin(data: dict[str, Any]) -> str:
+    """Where the samples are from, in words that keep stand-ins apart from the real thing."""
+    if data.get("stand_in"):
+        return "stand-in, not LRA"
+    if "generated" not in data:
+        return "not recorded"
+    if not data["generated"]:
+        return "the public files"
+    told = {k: v for k, v in (data.get("generator") or {}).items() if v is not None}
+    told = {k: told[k] for k in ("seed", "difficulty", "size", "ease") if k in told}
+    return ", ".join(["generated", *(f"{name} {value}" for name, value in told.items())])
+
+
+def _device(name: str, devices: int) -> str:
+    return name if devices == 1 else f"{devices} × {name}"
+
+
+def _state(recipe: dict[str, Any], fit: dict[str, Any]) -> str:
+    state = "finished" if fit.get("finished") else "unfinished"
+    if fit and recipe.get("stop_at") and state == "unfinished":
+        state = f"cut at step {fit['steps']}"
+    return state if not fit or "val_accuracy" in fit["best"] else f"{state}, classifies nothing"
+
+
+def recipe_of(result: Result) -> Recipe:
+    """The recipe of a run, to build its model.
+
+    Raises:
+        ValueError: It has fields that this version does not know.
+    """
+    try:
+        return Recipe.from_dict(result.content["recipe"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"its recipe is none of this version: {error}") from None
+
+
+def labels(results: Sequence[Result]) -> list[str]:
+    """A short name for each run: its mixer, and what runs of the same mixer differ in."""
+    facts: list[Callable[[Result], str]] = [
+        lambda run: run.task,
+        lambda run: run.recipe,
+        lambda run: run.protocol,
+        lambda run: f"seed {run.seed}",
+        lambda run: run.device,
+    ]
+    found = []
+    for run in results:
+        alike = [other for other in results if other.mixer == run.mixer]
+        differing = [fact(run) for fact in facts if len({fact(other) for other in alike}) > 1]
+        found.append(", ".join([run.mixer, *differing]))
+    if len(set(found)) < len(found):
+        top = os.path.commonpath([run.path.resolve() for run in results])
+        ends = [os.path.relpath(run.path.resolve(), top) for run in results]
+        return [
+            name if found.count(name) == 1 else f"{name}, {end}"
+            for name, end in zip(found, ends, strict=True)
+        ]
+    return found

@@ -1,0 +1,396 @@
+"""Analyses: pure functions on cases made by hand, and the command on runs of a few steps."""
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastattn.lra import measure
+from fastattn.lra.analyses import ANALYSES, Options
+from fastattn.lra.analyses import models as model_analyses
+from fastattn.lra.analysis import at_floor, mean_and_spread, repeated, step_seconds
+from fastattn.lra.cli import main
+from fastattn.lra.data import Split
+from fastattn.lra.results import labels, read_result
+from fastattn.lra.tables import Table
+from fastattn.lra.tasks import TASKS
+from fastattn.lra.tasks.listops import evaluate, from_text
+
+COMMITTED = sorted(Path(__file__).parent.parent.glob("benchmarks/results/*/lra/*/*"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The tensors are tiny: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("listops")
+    TASKS["listops"].generate(
+        out, num_train=60, num_val=5, num_test=9, min_length=5, max_length=30, workers=1
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def fit(data, tmp_path_factory):
+    def made(mixer, *options):
+        out = tmp_path_factory.mktemp("runs") / "run"
+        words = f"fit --task listops --data-dir {data} --max-steps 5 --out {out} --mixer"
+        assert main([*words.split(), mixer, *options]) == 0
+        return out
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def run(fit):
+    out = fit("performer:num_features=16")
+    assert main(["test", "--run", str(out)]) == 0
+    return out
+
+
+def edited(run, out, **changes):
+    """A run with another result.json."""
+    shutil.copytree(run, out)
+    result = json.loads((out / "result.json").read_text())
+    (out / "result.json").write_text(json.dumps(result | changes))
+    return out
+
+
+def analyze(out, *runs, what=None, options=()):
+    words = ["analyze", "--out", str(out), *map(str, options)]
+    words += ["--what", what] if what else []
+    return main(words + [word for run in runs for word in ("--run", str(run))])
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Functions
+
+
+@pytest.mark.parametrize("operator", ["[MAX", "[MIN", "[MED"])
+@pytest.mark.parametrize("copies", [1, 2, 3, 4])
+def test_repeated_lists_keep_their_value_at_k_times_the_length(operator, copies):
+    split = TASKS["listops"].generate_split(20, seed=3, min_length=4, max_length=50, workers=1)
+    longer = repeated(split, operator, copies)
+    assert longer.lengths.tolist() == (copies * split.lengths + 2).tolist()
+    assert longer.labels.tolist() == split.labels.tolist()
+    assert [evaluate(longer.sample(i)) for i in range(20)] == split.labels.tolist()
+
+
+def test_a_repeated_list_is_what_it_should_be():
+    split = Split.of([from_text("[SM 2 9 ]")], [1])
+    assert repeated(split, "[MAX", 2).sample(0).tolist() == [
+        *from_text("[MAX [SM 2 9 ] [SM 2 9 ] ]")
+    ]
+
+
+def test_a_sum_of_copies_is_refused():
+    split = Split.of([from_text("[MAX 2 9 ]")], [9])
+    with pytest.raises(ValueError, match=r"one of \[MAX, \[MIN, \[MED, got '\[SM'"):
+        repeated(split, "[SM", 2)
+    with pytest.raises(ValueError, match="copies must be at least 1, got 0"):
+        repeated(split, "[MAX", 0)
+
+
+def test_a_failure_is_within_two_standard_errors_of_the_floor():
+    # 10,000 samples at a half: a standard error is half a point
+    assert at_floor(0.51, 0.5, 10_000)
+    assert not at_floor(0.5101, 0.5, 10_000)
+    assert at_floor(0.3, 0.5, 10_000)
+    with pytest.raises(ValueError, match="samples must be at least 1"):
+        at_floor(0.5, 0.5, 0)
+
+
+def test_the_spread_is_the_sample_standard_deviation():
+    assert mean_and_spread([1.0, 3.0]) == (2.0, math.sqrt(2))
+    assert mean_and_spread([5.0]) == (5.0, None)
+    with pytest.raises(ValueError, match="at least one number"):
+        mean_and_spread([])
+
+
+def test_a_step_is_timed_by_the_median_stretch_of_its_phase():
+    ends = [(10, 100.0), (20, 101.0), (30, 102.0), (40, 110.0), (50, 114.0), (55, 116.0)]
+    history = [{"step": step, "seconds": seconds} for step, seconds in ends]
+    assert step_seconds(history) == 0.4  # of .1 .1 .8 .4 .4, without the first stretch
+    assert step_seconds(history, begin=40) == 0.4
+    assert step_seconds(history[:1]) == 10.0
+    assert step_seconds([]) is None
+    assert step_seconds(history, begin=55) is None
+
+
+def test_tables_hold_anything_in_a_cell():
+    table = Table(("name", "x, %", "n"), [("a|b`\n[c](d) _e_ f_g", 1.23456, 3), ("$", None, 4)])
+    lines = table.markdown().splitlines()
+    assert lines[1] == "| --- | --: | --: |"
+    assert lines[2] == r"| a\|b\` \[c\](d) \_e\_ f_g | 1.23 | 3 |"
+    assert lines[3] == r"| \$ | – | 4 |"
+    assert list(csv.reader(table.csv().splitlines()[3:])) == [["$", "", "4"]]
+    assert "1.23456" in table.csv()
+    with pytest.raises(ValueError, match="rows must have 2 values"):
+        Table(("a", "b"), [(1,)])
+
+
+def test_empty_columns_go_unless_they_are_kept():
+    table = Table(("a", "b", "c"), [(None, 1, None)]).without_empty_columns("c")
+    assert table.columns == ["b", "c"]
+
+
+def test_powers_of_two_end_at_the_last_that_fits():
+    assert measure.powers_of_two(512, 512) == [512]
+    assert measure.powers_of_two(512, 5000) == [512, 1024, 2048, 4096]
+    with pytest.raises(ValueError, match="max_length must be at least 512, got 511"):
+        measure.powers_of_two(512, 511)
+
+
+def test_running_out_of_memory_is_a_result():
+    def step(n):
+        if n == 2:
+            raise torch.OutOfMemoryError("too much")
+        if n == 4:
+            raise ValueError("made for 3 tokens")
+        if n == 8:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+        return measure.Step(1.0, 2.0)
+
+    found = measure.by_length(step, [1, 2, 4, 8, 16])
+    assert list(found.values()) == [
+        measure.Step(1.0, 2.0),
+        "out of memory",
+        "made for 3 tokens",
+        "out of memory",
+        measure.Step(1.0, 2.0),
+    ]
+
+
+def test_an_error_of_the_gpu_is_no_lack_of_memory():
+    def step(n):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        measure.by_length(step, [1])
+
+
+def test_labels_say_what_differs():
+    found = labels([read_result(path) for path in COMMITTED])
+    assert len(set(found)) == len(COMMITTED)
+    assert {"softmax", "linear, NVIDIA H200", "bigbird:num_random_blocks=4"} <= set(found)
+
+
+# The command
+
+
+def test_everything_that_applies_is_written(run, tmp_path, capsys):
+    assert analyze(tmp_path, run, options=("--steps", 2)) == 0
+    printed = capsys.readouterr().out
+    assert "reach: does not apply: the reach of the mixer has no limit" in printed
+    names = {"roots", "multiplication", "speed", "curves", "features"}
+    names |= {"memory"} if torch.cuda.is_available() else set()
+    if not torch.cuda.is_available():
+        assert "memory: does not apply: memory is not measured on a CPU" in printed
+    assert {path.stem for path in tmp_path.glob("*.md")} == names
+    assert {path.stem for path in tmp_path.glob("*.csv")} == names
+    assert {path.stem for path in tmp_path.glob("*.png")} == names - {"speed"}
+    for path in tmp_path.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    for path in tmp_path.glob("*.md"):
+        text = path.read_text()
+        assert "protocol default, data: generated, seed 0" in text
+        assert str(tmp_path.parent) not in text
+    (speed,) = rows(tmp_path / "speed.csv")
+    weights = torch.load(run / "checkpoints/best.ckpt", weights_only=True)["state_dict"]
+    buffers = [name for name in weights if name.endswith("projection")]
+    parameters = sum(x.numel() for name, x in weights.items() if name not in buffers)
+    assert int(speed["parameters"]) == parameters
+    assert int(speed["bytes"]) == 4 * parameters
+    assert float(speed["measured epoch, s"]) == pytest.approx(
+        60 / 1000 * float(speed["measured step, ms"])  # 60 samples, one a step
+    )
+    (feature,) = rows(tmp_path / "features.csv")
+    assert (feature["features"], feature["variant"], feature["of"]) == ("16", "positive", "test")
+    points = rows(tmp_path / "curves.csv")
+    assert [float(point["step"]) for point in points] == [5]
+
+
+def test_recorded_and_recomputed_accuracies_of_operators_agree(run, data, tmp_path):
+    assert analyze(tmp_path / "a", run, what="roots") == 0
+    assert analyze(tmp_path / "b", run, what="roots", options=("--data-dir", data)) == 0
+    recorded, recomputed = (rows(tmp_path / name / "roots.csv") for name in "ab")
+    assert recorded == recomputed
+    test = json.loads((run / "result.json").read_text())["test"]
+    whole = recorded[-1]
+    assert (whole["root"], float(whole["accuracy, %"])) == ("all", 100 * test["accuracy"])
+    assert float(whole["floor, %"]) == 100 * test["floors"]["root_operator"]
+
+
+def test_no_copies_are_the_test_set_itself(run, tmp_path):
+    assert analyze(tmp_path, run, what="multiplication") == 0
+    found = rows(tmp_path / "multiplication.csv")
+    test = json.loads((run / "result.json").read_text())["test"]
+    assert found[0]["operator"] == "none"
+    assert float(found[0]["accuracy, %"]) == 100 * test["accuracy"]
+    split = TASKS["listops"].load(json.loads((run / "result.json").read_text())["data"]["folder"])
+    longest = int(split["test"].lengths.max())
+    assert [(row["operator"], int(row["longest"])) for row in found[1:]] == [
+        (operator, k * longest + 2) for operator in ("[MAX", "[MIN", "[MED") for k in (1, 2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options", "why"),
+    [
+        ("linformer", (), "was made for seq_len ="),
+        ("gmlp", (), "the module is made for"),
+        ("linear", ("--positions", "learned"), "learned positions end at"),
+    ],
+)
+def test_a_model_with_a_longest_length_says_so(fit, tmp_path, mixer, options, why):
+    run = fit(mixer, *options)
+    assert analyze(tmp_path, run, what="multiplication") == 0
+    found = rows(tmp_path / "multiplication.csv")
+    assert found[0]["accuracy, %"]
+    assert found[4]["copies"] == "4"
+    assert found[4]["accuracy, %"] == ""
+    assert why in found[4]["why not"]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "pool", "limits"),
+    [
+        ("conv:kernel=5", "mean", (4, 4)),
+        ("conv:kernel=7", "cls", (6, 6)),
+        ("tcn:kind=causal,blocks=3", "last", None),
+        ("tcn:kind=circular,blocks=3", "mean", None),
+    ],
+)
+def test_a_gradient_shows_the_whole_reach_and_no_more(run, tmp_path, mixer, pool, limits):
+    recipe = json.loads((run / "result.json").read_text())["recipe"] | {"pool": pool}
+    other = edited(run, tmp_path / "run", mixer=mixer, positions="none", recipe=recipe)
+    assert analyze(tmp_path / "out", other, what="reach") == 0
+    (row,) = rows(tmp_path / "out/reach.csv")
+    for side in ("before", "after"):
+        assert row[side] == row[f"measured {side}"]
+    assert row["tokens"] == row["measured tokens"]
+    if limits is not None:
+        assert (int(row["before"]), int(row["after"])) == limits
+
+
+def test_pixels_as_numbers_have_a_reach_too(run, tmp_path):
+    mixer = "tcn:kind=symmetric,blocks=2,embedding=false"
+    other = edited(run, tmp_path / "run", mixer=mixer, positions="none")
+    seen = measure.measured_reach(read_result(other))
+    assert seen == list(range(seen[0], seen[-1] + 1))
+    assert seen[-1] == -seen[0] > 0
+
+
+def test_memory_is_a_table_of_lengths(run, tmp_path, monkeypatch):
+    def step(result, batch_size, n, steps=5):
+        if n > 1024:
+            raise torch.OutOfMemoryError
+        return measure.Step(1.0, n / 2)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(measure, "step_at_length", step)
+    found = model_analyses.memory({"run": read_result(run)}, Options(max_length=2048))
+    assert [tuple(row[1:]) for row in found.table.rows] == [
+        (512, 1, 256.0, 1.0, None, "a card"),
+        (1024, 1, 512.0, 1.0, None, "a card"),
+        (2048, 1, None, None, "out of memory", "a card"),
+    ]
+    found.draw(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 0
+
+
+@pytest.mark.gpu
+def test_memory_and_speed_are_measured_on_a_gpu(run, tmp_path):
+    assert analyze(tmp_path, run, what="memory,speed", options=("--max-length", 1024)) == 0
+    small, large = rows(tmp_path / "memory.csv")
+    assert 0 < float(small["peak memory, MiB"]) < float(large["peak memory, MiB"])
+    (speed,) = rows(tmp_path / "speed.csv")
+    assert float(speed["measured peak, MiB"]) > 0
+
+
+def test_a_step_is_made_for_its_length(run, tmp_path):
+    # learned positions, Linformer and gMLP have a longest length, but here it is that of the step
+    recipe = json.loads((run / "result.json").read_text())["recipe"]
+    for mixer, positions in (("linformer", "sinusoidal"), ("gmlp", "none"), ("linear", "learned")):
+        changed = {"mixer": mixer, "recipe": recipe | {"positions": positions}}
+        other = read_result(edited(run, tmp_path / mixer, **changed))
+        step = measure.step_at_length(other, 2, 50, steps=1)
+        assert step.milliseconds > 0
+        assert (step.peak_mib is None) == (not torch.cuda.is_available())
+    fixed = edited(run, tmp_path / "fixed", mixer="linformer:seq_len=40")
+    with pytest.raises(ValueError, match="40"):
+        measure.step_at_length(read_result(fixed), 2, 50, steps=1)
+
+
+def test_committed_results_of_older_versions_are_analysed(tmp_path, capsys):
+    assert len(COMMITTED) >= 6
+    assert analyze(tmp_path, *COMMITTED) == 0
+    printed = capsys.readouterr().out
+    assert "multiplication: does not apply: no checkpoints/best.ckpt" in printed
+    found = rows(tmp_path / "roots.csv")
+    assert len(found) == 5 * len(COMMITTED)
+    assert {row["root"] for row in found} == {"[MIN", "[MAX", "[MED", "[SM", "all"}
+    speeds = {row["run"]: float(row["recorded step, ms"]) for row in rows(tmp_path / "speed.csv")}
+    assert speeds["linear, NVIDIA H200"] == pytest.approx(32.2, abs=0.1)
+    assert len(rows(tmp_path / "curves.csv")) == 20 * len(COMMITTED)
+
+
+def test_a_run_of_another_task_is_left_out_by_name(run, tmp_path, capsys):
+    other = edited(run, tmp_path / "run", task="text", mixer="linear")
+    assert analyze(tmp_path / "out", run, other, what="roots") == 0
+    printed = capsys.readouterr().out
+    assert "roots: it is an analysis of listops, and the run is of text (linear)" in printed
+    assert {row["run"] for row in rows(tmp_path / "out/roots.csv")} == {"performer:num_features=16"}
+
+
+def test_bad_input_is_one_sentence(run, tmp_path, capsys):
+    def message(*arguments, **options):
+        assert analyze(tmp_path / "out", *arguments, **options) == 2
+        return capsys.readouterr().err
+
+    assert "what must be of roots, multiplication" in message(run, what="roots,depth")
+    assert "is not a run: it has no result.json" in message(tmp_path)
+    assert "no analysis applies" in message(run, what="reach")
+    assert "steps must be at least 1, got 0" in message(run, options=("--steps", 0))
+    assert "max_length must be at least 512" in message(run, options=("--max-length", 64))
+    newer = json.loads((run / "result.json").read_text())["recipe"] | {"tomorrow": 1}
+    newer = edited(run, tmp_path / "newer", recipe=newer)
+    assert "its recipe is none of this version" in message(newer, what="speed")
+    untrained = edited(run, tmp_path / "untrained")
+    (untrained / "checkpoints/best.ckpt").write_bytes(b"nonsense")
+    assert "best.ckpt is damaged" in message(untrained, what="multiplication")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_analysis_says_what_it_is():
+    for analysis in ANALYSES.values():
+        title, blank, text = analysis.__doc__.split("\n", 2)
+        assert title
+        assert not blank
+        assert text.strip()
+
+
+def test_predictions_are_in_the_order_of_the_split(run):
+    result = read_result(run)
+    split = measure.data_of(result)["test"]
+    encoder = measure.trained(result)
+    one, many = (measure.predict(encoder, split, size, bf16=False) for size in (1, 7))
+    assert np.array_equal(one, many)
