@@ -2,7 +2,7 @@
 
     python examples/plain_training.py DATA_DIR [MIXER] [RECIPE]
 
-Left out: additional sets of a phase, falling on plateaus, stopping early, files, several devices.
+Left out: additional sets, falling on plateaus, denoising, stopping early, files, several devices.
 """
 
 import sys
@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
+from fastattn.lra.augmentations import augmentation
 from fastattn.lra.data import BatchStream
 from fastattn.lra.encoder import encoder_for
 from fastattn.lra.loading import EvaluationData
@@ -23,7 +24,7 @@ def train(task, recipe, mixer, splits, device):
     model = encoder_for(task, recipe, mixer).to(device)
     optimizer = torch.optim.AdamW(model.parameter_groups(recipe.weight_decay), betas=recipe.betas)
     amp = torch.autocast(device, torch.bfloat16, enabled=recipe.bf16 and device == "cuda")
-    augment = task.augment if recipe.augment else None
+    augment = augmentation(task, recipe)
     step, losses = 0, []
     for number, phase in enumerate(recipe.phases):
         seed = 1000 * recipe.seed + number

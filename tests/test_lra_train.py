@@ -213,7 +213,7 @@ def test_a_run_can_begin_with_the_weights_of_another(run, data, tmp_path, capsys
     assert result["fit"]["history"][0]["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
     assert result["begin"]["run"] == str(run)
     assert result["begin"]["step"] == best["step"]
-    assert fit(data, tmp_path / "b", "--from", run, mixer="softmax") == 2
+    assert fit(data, tmp_path / "b", "--from", run, recipe="listops-demo") == 2
     assert "is a run of another model" in capsys.readouterr().err
     assert fit(data, tmp_path / "b", "--from", tmp_path) == 2
     assert "is not a run" in capsys.readouterr().err
@@ -272,8 +272,8 @@ def test_every_parameter_is_in_one_group():
 def test_bad_recipes_raise():
     with pytest.raises(ValueError, match="warmup must be shorter than the run's 20 steps"):
         replace(SMOKE, warmup=20)
-    with pytest.raises(ValueError, match="decay must be constant, cosine or plateau"):
-        Phase(steps=1, batch_size=1, lr=1.0, decay="linear")
+    with pytest.raises(ValueError, match="decay must be one of constant, cosine, linear"):
+        Phase(steps=1, batch_size=1, lr=1.0, decay="step")
     with pytest.raises(ValueError, match="given together"):
         Phase(steps=1, batch_size=1, lr=1.0, lengths=(1, 2))
     with pytest.raises(ValueError, match="max-steps must be at least 1"):

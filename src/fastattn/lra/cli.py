@@ -15,8 +15,10 @@ from typing import Any
 from fastattn.lra.analysis import shared
 from fastattn.lra.archives import unpack
 from fastattn.lra.data import Task
+from fastattn.lra.denoise import DENOISE
 from fastattn.lra.encoder import MIXERS, POSITIONS, mixers_of
 from fastattn.lra.protocols import PROTOCOLS
+from fastattn.lra.recipe import DECAYS
 from fastattn.lra.recipes import RECIPES
 from fastattn.lra.result_commands import add_analyze, add_report
 from fastattn.lra.tasks import TASKS
@@ -78,8 +80,29 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--out", type=Path, required=True, help="run directory to write")
     fit.add_argument("--max-steps", type=int, help="cut the run off after so many steps")
     fit.add_argument("--seed", type=int, help="instead of the recipe's")
+    fit.add_argument(
+        "--seeds",
+        type=_seeds,
+        help="several, 0,1,2: a run each, one after another, and summary.json in --out",
+    )
     fit.add_argument("--positions", choices=POSITIONS, help="instead of the recipe's")
     fit.add_argument("--pool", help="mean, cls, last or attention:hops=4, instead of the recipe's")
+    fit.add_argument(
+        "--augment",
+        type=_augment,
+        help="true, the task's own; false; or of pictures d4, d4:elements=3, grey, 'd4 grey'",
+    )
+    fit.add_argument(
+        "--denoise",
+        choices=DENOISE,
+        help="a second task beside the classification, or alone, for --from: name hidden tokens, "
+        "or grey levels",
+    )
+    fit.add_argument(
+        "--decay",
+        choices=DECAYS,
+        help="of the learning rate, in every phase; onecycle takes the place of the warm-up",
+    )
     fit.add_argument("--accumulate", type=int, help="compute a batch in so many shares")
     fit.add_argument("--devices", type=int, default=1, help="GPUs of a host, or processes")
     fit.add_argument("--nodes", type=int, default=1, help="hosts; start the command on each")
@@ -88,7 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--workers", type=int, help="loader processes of each device")
     fit.add_argument(
-        "--from", dest="begin", type=Path, metavar="RUN", help="begin with this run's best weights"
+        "--from",
+        dest="begin",
+        type=Path,
+        metavar="RUN",
+        help="begin with what fits of this run's best weights",
     )
     fit.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
 
@@ -147,6 +174,14 @@ def _mixers(text: str) -> str:
         return " ".join(text.split())
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _seeds(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _augment(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -214,51 +249,66 @@ def _print_notes(record: dict[str, Any]) -> None:
 
 def _fit(options: argparse.Namespace) -> int:
     recipe = RECIPES[options.recipe]
-    if options.seed is not None:
-        recipe = replace(recipe, seed=options.seed)
-    if options.positions is not None:
-        recipe = replace(recipe, positions=options.positions)
-    if options.pool is not None:
-        recipe = replace(recipe, pool=options.pool)
-    if options.accumulate is not None:
-        recipe = replace(recipe, accumulate=options.accumulate)
+    for name in ("seed", "positions", "pool", "augment", "accumulate"):
+        if getattr(options, name) is not None:
+            recipe = replace(recipe, **{name: getattr(options, name)})
+    if options.decay is not None:
+        phases = tuple(replace(phase, decay=options.decay) for phase in recipe.phases)
+        warmup = 0 if options.decay == "onecycle" else recipe.warmup
+        recipe = replace(recipe, phases=phases, warmup=warmup)
+    if options.denoise is not None:
+        recipe = replace(recipe, denoise=DENOISE[options.denoise])
     if options.max_steps is not None:
         recipe = recipe.at_most(options.max_steps)
     mixer = options.mixer or recipe.mixer
     if mixer is None:
         raise ValueError(f"--mixer must be given: recipe {recipe.name} has none of its own")
     runs = _runs()
-    result = runs.fit(
-        options.task,
-        options.data_dir,
-        recipe,
-        mixer,
-        options.out,
-        workers=options.workers,
-        resume=options.resume,
-        protocol=options.protocol,
-        devices=options.devices,
-        nodes=options.nodes,
-        pieces=options.checkpoint_pieces,
-        begin=options.begin,
-    )
+    given: dict[str, Any] = {
+        "workers": options.workers,
+        "resume": options.resume,
+        "protocol": options.protocol,
+        "pieces": options.checkpoint_pieces,
+        "begin": options.begin,
+    }
+    if options.seeds is not None:
+        if options.seed is not None or options.devices * options.nodes != 1:
+            raise ValueError("--seeds takes the place of --seed, and trains on one device")
+        from fastattn.lra import seeds
+
+        where = (options.task, options.data_dir, recipe, mixer, options.out)
+        _print_summary(seeds.fit_seeds(*where, options.seeds, **given))
+        return 0
+    given |= {"devices": options.devices, "nodes": options.nodes}
+    result = runs.fit(options.task, options.data_dir, recipe, mixer, options.out, **given)
     if not runs.is_first():
         return 0
     _print_notes(result["data"])
     best = result["fit"]["best"]
-    print(
-        f"validation accuracy {100 * best['val_accuracy']:.2f} % at step {best['step']}, "
-        f"{result['fit']['seconds']:.0f} s of training; floors: {_floors(result['floors'])}"
-    )
+    at = f"at step {best['step']}, {result['fit']['seconds']:.0f} s of training"
+    if "val_accuracy" in best:
+        accuracy = f"validation accuracy {100 * best['val_accuracy']:.2f} %"
+        print(f"{accuracy} {at}; floors: {_floors(result['floors'])}")
+    else:
+        print(f"validation loss of denoising {best['val_denoise_loss']:.4f} {at}")
     print(f"written to {options.out}: result.json, curve.png, checkpoints")
     return 0
 
 
 def _test(options: argparse.Namespace) -> int:
     runs = _runs()
-    result = runs.evaluate(
-        options.run_dir, options.data_dir, protocol=options.protocol, devices=options.devices
-    )["test"]
+    given = {"protocol": options.protocol, "devices": options.devices}
+    if (options.run_dir / "summary.json").is_file():
+        if options.require_above_floors is not None or options.devices != 1:
+            raise ValueError(
+                f"{options.run_dir} has several seeds: --devices and --require-above-floors are "
+                "for one of them"
+            )
+        from fastattn.lra import seeds
+
+        _print_summary(seeds.evaluate_seeds(options.run_dir, options.data_dir, **given))
+        return 0
+    result = runs.evaluate(options.run_dir, options.data_dir, **given)["test"]
     if not runs.is_first():
         return 0
     floors = result["floors"]
@@ -278,6 +328,17 @@ def _test(options: argparse.Namespace) -> int:
         )
         return 1
     return 0
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    failed = summary["failed"]
+    told = "".join(f"; seed {seed} failed: {why}" for seed, why in failed.items())
+    print(f"{summary['seeds'] - len(failed)} of {summary['seeds']} seeds did not fail{told}")
+    for name in ("val_accuracy", "test_accuracy", "val_denoise_loss"):
+        found = summary.get(name)
+        if found and found["mean"] is not None:
+            spread = "" if found["spread"] is None else f" ± {found['spread']:.4f}"
+            print(f"{name} of those: {found['mean']:.4f}{spread}")
 
 
 def _runs():  # type: ignore[no-untyped-def]

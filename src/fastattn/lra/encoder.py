@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.lra.data import Task
+from fastattn.lra.data import GREYS, Task
+from fastattn.lra.denoise import PREDICTIONS
 from fastattn.lra.mixers import BODIES, MIXERS, Sizes, make_body, make_mixer, mixers_of
 from fastattn.lra.padding import Padding
 from fastattn.lra.patterns import options_fit, read_name
@@ -53,6 +55,8 @@ class Encoder(nn.Module):
         parts: Documents a sample, 1 or 2. Two are encoded alike, and the head sees both.
         head: Hidden width of the head; 0 means that it is linear, or as wide as the vectors where
             it compares two documents.
+        denoise: "tokens" or "grey" adds what :meth:`denoised` needs: an embedding of the mask, and
+            a norm and a linear layer from tokens to ids, or to one number.
 
     Raises:
         ValueError: An unknown name or option, positions that the mixer cannot use, or a depth that
@@ -76,6 +80,7 @@ class Encoder(nn.Module):
         pool: str = "mean",
         parts: int = 1,
         head: int = 0,
+        denoise: str | None = None,
     ) -> None:
         super().__init__()
         mixers = mixers_of(mixer)
@@ -126,18 +131,43 @@ class Encoder(nn.Module):
             self.head = nn.Linear(pooled, num_classes)
         else:
             self.head = Head(pooled, head or pooled, num_classes, parts)
+        if denoise is not None:  # at last: the initial values of all else are what they are without
+            if denoise not in PREDICTIONS:
+                raise ValueError(f"denoise must be {' or '.join(PREDICTIONS)}, got {denoise!r}")
+            if not embedded:
+                raise ValueError("denoise needs an embedding, for its mask: got embedding=false")
+            self.mask = nn.Parameter(torch.randn(embedded))
+            named = vocabulary_size if denoise == "tokens" else 1
+            self.denoiser = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, named))
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Logits ``(b, classes)`` from ``(b·parts, n)`` ids and ``(b·parts,)`` CPU lengths.
 
         What stands beyond a document's length changes nothing.
         """
-        x = self.embedding(tokens)  # (b·parts, n, width)
+        x, padding = self._read(self.embedding(tokens), lengths)
+        return self.head(self.norm(self.pool(x, padding)))
+
+    def denoised(self, tokens: Tensor, lengths: Tensor, selected: Tensor) -> Tensor:
+        """What stood at the m selected tokens: ``(m, vocabulary)`` logits, or ``(m, 1)`` greys.
+
+        Args:
+            tokens: ``(b·parts, n)`` ids, where the vocabulary's size is the mask.
+            lengths: As in :meth:`forward`.
+            selected: ``(b·parts, n)``.
+        """
+        assert isinstance(self.embedding, nn.Embedding)
+        table = torch.cat((self.embedding.weight, self.mask[None]))
+        x, _ = self._read(F.embedding(tokens, table), lengths)
+        return self.denoiser(x[:, x.shape[1] - tokens.shape[1] :][selected])
+
+    def _read(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Padding]:
+        """The tokens after the last block, from embedded ones ``(b·parts, n, width)``."""
         if self.cls is not None:
             x = torch.cat((self.cls.to(x.dtype).expand(len(x), 1, -1), x), 1)
             lengths = lengths + 1
         n = x.shape[1]
-        padding = Padding.of(lengths, n, tokens.device)
+        padding = Padding.of(lengths, n, x.device)
         if self.place is not None:
             if n > self.max_length:
                 raise ValueError(f"learned positions end at {self.max_length}, got n = {n}")
@@ -147,7 +177,7 @@ class Encoder(nn.Module):
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, padding)
-        return self.head(self.norm(self.pool(x, padding)))
+        return x, padding
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """For an optimiser: matrices decay, vectors (biases, norms, gains) do not."""
@@ -215,6 +245,9 @@ def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
         raise ValueError(f"penalty needs the pool attention, got penalty {recipe.penalty}, {pool}")
     if recipe.max_length is None:
         raise ValueError("max_length must be a number here: Recipe.on takes it from the data")
+    predict = recipe.denoise.predict if recipe.denoise else None
+    if predict == "grey" and task.vocabulary != GREYS:
+        raise ValueError(f"denoise grey is for pictures, and {task.name} has none: take tokens")
     return Encoder(
         len(task.vocabulary),
         task.num_classes,
@@ -230,6 +263,7 @@ def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
         pool=pool,
         parts=task.parts,
         head=recipe.head,
+        denoise=predict,
     )
 
 

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastattn.lra.denoise import Denoise
 from fastattn.lra.mixers import default_pool, needs_positions
+
+DECAYS = ("constant", "cosine", "linear", "rsqrt", "onecycle", "plateau")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +21,12 @@ class Phase:
         epochs: Instead of steps: passes through the training set, whatever its size.
         batch_size: Samples a step, over all devices.
         lr: Learning rate, after warm-up.
-        decay: "constant"; "cosine" to zero at the phase's end; "plateau": halved when the
-            validation loss has not improved for ``plateau_patience`` validations, and linear to
-            zero over the last tenth.
+        decay: "constant"; "cosine" or "linear" to zero at the phase's end; "rsqrt": falling as one
+            over the root of the step, from the warm-up's length on (Vaswani et al. 2017);
+            "onecycle": from a 25th up to ``lr`` over three tenths of the phase, and down to a
+            ten-thousandth of that 25th, by half cosines, as torch's (Smith and Topin 2017) with
+            betas that do not cycle; or "plateau": halved when the validation loss has not improved
+            for ``plateau_patience`` validations, and linear to zero over the last tenth.
         lengths: None for the run's own training set, or (shortest, longest): an additional set
             of ``num_samples`` samples of these lengths, made from the run's seed.
     """
@@ -38,15 +44,25 @@ class Phase:
             raise ValueError(f"batch_size and lr must be positive, got {self}")
         if min(self.steps, self.epochs) < 0 or (self.steps > 0) == (self.epochs > 0):
             raise ValueError(f"one of steps and epochs must be given, and positive, got {self}")
-        if self.decay not in ("constant", "cosine", "plateau"):
-            raise ValueError(f"decay must be constant, cosine or plateau, got {self.decay!r}")
+        if self.decay not in DECAYS:
+            raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {self.decay!r}")
         if (self.lengths is None) != (self.num_samples == 0):
             raise ValueError(f"lengths and num_samples must be given together, got {self}")
 
-    def factor(self, step: int) -> float:
-        """The learning rate at a step of the phase, as a share of ``lr``."""
+    def factor(self, step: int, warmup: float = 0) -> float:
+        """The learning rate at a step of the phase, as a share of ``lr``, without the warm-up."""
         if self.decay == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * step / self.steps))
+            return _cosine(1, 0, step / self.steps)
+        if self.decay == "linear":
+            return 1 - step / self.steps
+        if self.decay == "rsqrt":
+            flat = max(1, warmup)
+            return math.sqrt(flat / max(flat, step + 1))
+        if self.decay == "onecycle":
+            top, end = 0.3 * self.steps - 1, max(1, self.steps - 1)
+            if step < top:
+                return _cosine(0.04, 1, step / top)
+            return _cosine(1, 4e-6, (step - max(0, top)) / (end - max(0, top)))
         if self.decay == "plateau":
             return min(1.0, 10 * (1 - step / self.steps))
         return 1.0
@@ -90,7 +106,9 @@ class Recipe:
             phase.
         patience: Stop after so many validations without an accuracy better by more than
             ``min_delta``; None never stops.
-        augment: Whether the task's label-preserving augmentation is on.
+        augment: Whether the task's own augmentation is on (ListOps: operands are shuffled), or
+            names of ``fastattn.lra.augmentations``: "d4", "d4:elements=3", "grey", "d4 grey".
+        denoise: Denoising as a second task, or alone; None is none.
         bf16: Mixed precision with bfloat16, on a GPU.
         seed: Of initial values, order, augmentation, dropout and additional sets.
         stop_at: Cut the run off at this step; None runs all phases.
@@ -120,7 +138,8 @@ class Recipe:
     patience: int | None = None
     min_delta: float = 0.0
     plateau_patience: int = 5
-    augment: bool = True
+    augment: bool | str = True
+    denoise: Denoise | None = None
     bf16: bool = True
     seed: int = 0
     stop_at: int | None = None
@@ -128,11 +147,17 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
+        if self.penalty and not self.classifies:
+            raise ValueError(
+                f"penalty needs a classification, got {self.penalty} and {self.denoise}"
+            )
         if self.warmup < 0 or self.validate_every < 0:
             raise ValueError(
                 f"warmup and validate_every must be at least 0, got {self.warmup} and "
                 f"{self.validate_every}"
             )
+        if self.warmup and self.phases[0].decay == "onecycle":
+            raise ValueError(f"onecycle warms up by itself: warmup must be 0, got {self.warmup}")
         if all(phase.steps for phase in self.phases) and self.warmup >= max(1, self.steps):
             raise ValueError(
                 f"warmup must be shorter than the run's {self.steps} steps, got {self.warmup}: "
@@ -146,7 +171,9 @@ class Recipe:
             Phase(**{**phase, "lengths": phase["lengths"] and tuple(phase["lengths"])})
             for phase in fields["phases"]
         )
-        return cls(**{**fields, "phases": phases, "betas": tuple(fields["betas"])})
+        denoise = fields.get("denoise") and Denoise(**fields["denoise"])
+        betas = tuple(fields["betas"])
+        return cls(**{**fields, "phases": phases, "betas": betas, "denoise": denoise})
 
     def on(self, samples: int, longest: int) -> Recipe:
         """The recipe in steps and tokens, for a training set of so many samples.
@@ -188,7 +215,12 @@ class Recipe:
         i, start = self.phase_at(step)
         phase = self.phases[i]
         warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        return phase.lr * phase.factor(min(step - start, phase.steps)) * warm
+        return phase.lr * phase.factor(min(step - start, phase.steps), self.warmup) * warm
+
+    @property
+    def classifies(self) -> bool:
+        """False where the run only denoises."""
+        return self.denoise is None or not self.denoise.alone
 
     def positions_for(self, mixer: str) -> str:
         if self.positions is not None:
@@ -209,3 +241,8 @@ class Recipe:
     @property
     def last_step(self) -> int:
         return min(self.stop_at or self.steps, self.steps)
+
+
+def _cosine(first: float, last: float, share: float) -> float:
+    """From ``first`` to ``last`` along half a cosine, as share goes from 0 to 1."""
+    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * share))

@@ -27,7 +27,8 @@ from fastattn.lra.encoder import mixers_of, reach
 from fastattn.lra.protocols import DEFAULT
 from fastattn.lra.recipes import Recipe
 from fastattn.lra.tasks import TASKS
-from fastattn.lra.train import Classifier, check_vocabulary, hardware, is_first
+from fastattn.lra.train import Classifier, chance_losses, check_vocabulary, hardware, is_first
+from fastattn.lra.transfer import begin_with, summary
 
 
 def fit(
@@ -61,8 +62,8 @@ def fit(
             batch.
         nodes: Hosts; start the command on each, by torchrun or SLURM.
         pieces: Write checkpoints in files of at most 16 MB.
-        begin: A run of the same model whose best weights this one begins with, as when an easy
-            data set comes first.
+        begin: A run whose best weights this one begins with, as when an easy data set comes first,
+            or another mixer: see :func:`fastattn.lra.transfer.transfer`.
 
     Returns:
         The content of ``out/result.json``.
@@ -103,15 +104,19 @@ def fit(
     result["parameters"] = sum(p.numel() for p in model.parameters())
     result["reach"] = reach(model.encoder)
     if begin is not None and not resume:
-        result["begin"] = _begin_with(model, begin)
+        result |= begin_with(model, begin, _read_result(begin))
+        if is_first():
+            print(summary(result["transfer"]))
     out.mkdir(parents=True, exist_ok=True)
-    _write(out, result)
+    write(out / "result.json", result)
 
+    # of a run that only denoises the best is another
+    measure, mode = ("accuracy", "max") if recipe.classifies else ("denoise_loss", "min")
     best = ModelCheckpoint(
         out / "checkpoints",
         "best",
-        monitor="val/accuracy",
-        mode="max",
+        monitor=f"val/{measure}",
+        mode=mode,
         enable_version_counter=False,
     )
     latest = ModelCheckpoint(
@@ -119,7 +124,7 @@ def fit(
     )
     callbacks: list[Any] = [best, latest, LearningRateMonitor("step"), TQDMProgressBar(10)]
     patience = recipe.patience if recipe.patience is not None else 10**9
-    early = EarlyStopping("val/accuracy", mode="max", patience=patience, min_delta=recipe.min_delta)
+    early = EarlyStopping(f"val/{measure}", recipe.min_delta, patience, mode=mode)
     callbacks.append(early)
     trainer = lightning.Trainer(
         **trainer_options,
@@ -135,14 +140,17 @@ def fit(
     )
     trainer.fit(model, ckpt_path=last if resume else None, weights_only=True)
 
-    best_entry = max(model.history, key=lambda entry: entry["val_accuracy"])
+    choose = max if mode == "max" else min
+    best_entry = choose(model.history, key=lambda entry: entry[f"val_{measure}"])
     result["fit"] = {
         "steps": trainer.global_step,
         "seconds": round(model.seconds, 1),
         "data_wait": round(model.waited / model.seconds, 4),
         "devices": devices * nodes,
         "warnings": model.warnings,
-        "finished": trainer.global_step >= recipe.steps or early.stopped_epoch > 0,
+        "finished": trainer.global_step >= recipe.steps
+        or early.stopped_epoch > 0
+        or model.diverged,
         "additional_sets": model.extra_sets,
         "best": best_entry,
         "history": model.history,
@@ -151,7 +159,7 @@ def fit(
         result.pop("test", None)  # of a checkpoint that is no longer the best
     if torch.cuda.is_available():
         result["fit"]["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
-    _write(out, result)
+    write(out / "result.json", result)
     if is_first():
         plot_curve(out)
     return result
@@ -179,11 +187,13 @@ def evaluate(
     best = run / "checkpoints" / "best.ckpt"
     if not best.is_file():
         raise ValueError(f"{run} has no checkpoint yet: {best} does not exist")
+    recipe = Recipe.from_dict(result["recipe"])
+    if not recipe.classifies:
+        raise ValueError(f"{run} has only denoised: begin another run with it, by --from {run}")
     task = TASKS[result["task"]]
     checkpoint = read_checkpoint(best)
     check_vocabulary(task, checkpoint["fastattn"]["vocabulary"])
     splits = task.load(data_dir or Path(result["data"]["directory"]), protocol or _protocol(result))
-    recipe = Recipe.from_dict(result["recipe"])
     model = Classifier(task, recipe, result["mixer"], splits)
     try:
         model.load_state_dict(checkpoint["state_dict"])
@@ -211,7 +221,7 @@ def evaluate(
         "floors": task.floors(split),
         **task.breakdown(split, predictions),
     }
-    _write(run, result)
+    write(run / "result.json", result)
     return result
 
 
@@ -225,22 +235,36 @@ def plot_curve(run: Path) -> Path:
     result = json.loads((run / "result.json").read_text())
     history = result["fit"]["history"]
     steps = [entry["step"] for entry in history]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    left.plot(steps, [e["train_loss"] for e in history], label="train")
-    left.plot(steps, [e["val_loss"] for e in history], label="validation")
-    left.set(xlabel="step", ylabel="cross-entropy, nats")
-    right.plot(steps, [100 * e["val_accuracy"] for e in history], label="validation")
-    for name, floor in result["floors"].items():
-        right.axhline(100 * floor, color="grey", linestyle=":", linewidth=1)
-        right.annotate(f"floor: {name}", (steps[0], 100 * floor), color="grey", va="bottom")
-    right.set(xlabel="step", ylabel="accuracy, %")
-    for axes in (left, right):
-        axes.legend(loc="lower right" if axes is right else "upper right")
+    denoise = result["recipe"].get("denoise") or {}
+    unit = "grey, 0 to 1" if denoise.get("predict") == "grey" else "cross-entropy, nats"
+    panels = 2 if "val_accuracy" in history[0] else 1
+    figure, (axes,) = plt.subplots(
+        1, panels, figsize=(5 * panels, 3.6), layout="constrained", squeeze=False
+    )
+    for key, label, line in (
+        ("train_loss", "train", "-"),
+        ("val_loss", "validation", "-"),
+        ("train_denoise_loss", "train, denoising", "--"),
+        ("val_denoise_loss", "validation, denoising", "--"),
+    ):
+        if key in history[0]:
+            axes[0].plot(steps, [e[key] for e in history], line, label=label)
+    axes[0].set(xlabel="step", ylabel=unit)
+    axes[0].legend(loc="upper right")
+    if panels == 2:
+        accuracy = [100 * e["val_accuracy"] for e in history]
+        axes[1].plot(steps, accuracy, label="validation")
+        for name, floor in result["floors"].items():
+            axes[1].axhline(100 * floor, color="grey", linestyle=":", linewidth=1)
+            place = (steps[0], 100 * floor)
+            axes[1].annotate(f"floor: {name}", place, color="grey", va="bottom")
+        axes[1].set(xlabel="step", ylabel="accuracy, %")
+        axes[1].legend(loc="lower right")
     begin = 0
     for phase in result["recipe"]["phases"][:-1]:
         begin += phase["steps"]
-        for axes in (left, right):
-            axes.axvline(begin, color="grey", linewidth=0.5)
+        for each in axes:
+            each.axvline(begin, color="grey", linewidth=0.5)
     kind = " (stand-in, not LRA)" if result["data"].get("stand_in") else ""
     figure.suptitle(f"{result['task']}{kind}, {result['mixer']}, {result['recipe']['name']}")
     path = run / "curve.png"
@@ -268,6 +292,7 @@ def _describe(
             "fingerprints": {name: split.fingerprint() for name, split in splits.items()},
         },
         "floors": task.floors(splits["val"]),
+        "chance": chance_losses(splits["val"], task.num_classes),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
         "versions": {
             "python": platform.python_version(),
@@ -283,22 +308,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _begin_with(model: Classifier, run: Path) -> dict[str, Any]:
-    """Load a run's best weights; returns what the new run's result says of it."""
-    result, checkpoint = _read_result(run), read_checkpoint(run / "checkpoints" / "best.ckpt")
-    check_vocabulary(model.task, checkpoint["fastattn"]["vocabulary"])
-    try:
-        model.load_state_dict(checkpoint["state_dict"])
-    except RuntimeError as error:
-        raise ValueError(f"{run} is a run of another model: {error}") from None
-    return {
-        "run": str(run.resolve()),
-        "step": checkpoint["global_step"],
-        "fingerprints": result["data"]["fingerprints"],
-        "begin": result.get("begin"),
-    }
 
 
 def _check_lengths(longest: int, recipe: Recipe, mixer: str) -> None:
@@ -357,10 +366,10 @@ def _check_same_run(out: Path, before: dict[str, Any], now: dict[str, Any]) -> N
         raise ValueError(f"{out} was started with another recipe: {', '.join(differing)} differ")
 
 
-def _write(out: Path, result: dict[str, Any]) -> None:
-    """Replace result.json whole, so that a killed run leaves the old one."""
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Replace a JSON file whole, so that a killed run leaves the old one."""
     if not is_first():
         return
-    part = out / "result.json.part"
-    part.write_text(json.dumps(result, indent=2) + "\n")
-    part.replace(out / "result.json")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=2) + "\n")
+    part.replace(path)

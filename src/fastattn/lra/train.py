@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fastattn.lra.augmentations import augmentation
 from fastattn.lra.data import Batch, BatchStream, Split, Task
 from fastattn.lra.encoder import encoder_for
 from fastattn.lra.loading import EvaluationData, Share, Shares, Stretch, loader
@@ -50,7 +51,11 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.task, self.recipe, self.mixer = task, recipe, mixer
         self.splits, self.workers = splits, workers
+        self._augment = augmentation(task, recipe)
         self.encoder = encoder_for(task, recipe, mixer)
+        if not recipe.classifies:  # what is not trained does not decay either
+            for part in (self.encoder.pool, self.encoder.norm, self.encoder.head):
+                part.requires_grad_(False)
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
         self.waited = 0.0
@@ -58,8 +63,8 @@ class Classifier(lightning.LightningModule):
         self.extra_sets: dict[str, dict[str, Any]] = {}
         self._streams: dict[int, BatchStream] = {}
         self._ahead: tuple[int, Iterator[Share]] | None = None  # from which step on, and what
-        self._losses: list[Tensor] = []
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._losses: dict[str, list[Tensor]] = {"loss": [], "denoise_loss": []}
+        self._sums = torch.zeros(4, dtype=torch.float64)
         self._plateau = {"best": float("inf"), "waited": 0, "factor": 1.0}
 
     # Data
@@ -79,8 +84,7 @@ class Classifier(lightning.LightningModule):
                 "samples": len(split),
                 "fingerprint": split.fingerprint(),
             }
-        augment = self.task.augment if self.recipe.augment else None
-        return BatchStream(split, phase.batch_size, seed=seed, augment=augment)
+        return BatchStream(split, phase.batch_size, seed=seed, augment=self._augment)
 
     def train_dataloader(self) -> Stretch:
         """The steps up to the next validation; called again after each (an "epoch" here)."""
@@ -133,26 +137,52 @@ class Classifier(lightning.LightningModule):
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.global_step + (share << 40))
 
     def training_step(self, batch: Share, batch_idx: int) -> Tensor:
-        (tokens, lengths, labels), counted, weight = batch
-        loss = weight * F.cross_entropy(self.encoder(tokens, lengths), labels)
-        self._losses.append(loss.detach())
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=max(1, counted))
+        (tokens, lengths, labels), _, weight = batch
+        loss = torch.zeros((), device=self.device)
+        if self.recipe.classifies:
+            loss = weight * F.cross_entropy(self.encoder(tokens, lengths), labels)
+            self._note("loss", loss, batch)
         if self.recipe.penalty:
             penalty = self.encoder.pool.penalty
             assert isinstance(penalty, Tensor)
             loss = loss + weight * self.recipe.penalty * penalty
+        if self.recipe.denoise:
+            denoising = weight * self._denoising(batch).mean()
+            self._note("denoise_loss", denoising, batch)
+            loss = loss + self.recipe.denoise.weight * denoising
         return loss
+
+    def _note(self, name: str, loss: Tensor, batch: Share) -> None:
+        self._losses[name].append(loss.detach())
+        size = max(1, batch.counted)
+        self.log(f"train/{name}", loss.detach(), prog_bar=True, batch_size=size)
+
+    def _denoising(self, share: Share) -> Tensor:
+        """The denoising loss of each document of a share."""
+        denoise, size = self.recipe.denoise, len(self.task.vocabulary)
+        assert denoise is not None
+        tokens, lengths, _ = share.batch
+        corrupted, selected = denoise.corrupt(tokens, lengths, mask=size)
+        predicted = self.encoder.denoised(corrupted, lengths, selected)
+        return denoise.losses(predicted, tokens, selected, size)
 
     def on_validation_epoch_start(self) -> None:
         self.seconds += time.perf_counter() - self._began
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Share, batch_idx: int) -> None:
-        self._evaluate(batch)
+        if self.recipe.classifies:
+            self._evaluate(batch)
+        if self.recipe.denoise:
+            torch.manual_seed(batch_idx)  # the same tokens every time
+            losses = self._denoising(batch)[: batch.counted * self.task.parts].double().sum()
+            self._sums[3] += losses / self.task.parts
+            if not self.recipe.classifies:
+                self._sums[0] += batch.counted
 
     def on_test_epoch_start(self) -> None:
         split = self.splits["test"]
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         self._places = EvaluationData(split, self.recipe.phases[-1].batch_size).batches
         self.predictions = torch.zeros(len(split), dtype=torch.int64, device=self.device)
 
@@ -172,39 +202,67 @@ class Classifier(lightning.LightningModule):
         logits = self.encoder(tokens, lengths).float()
         right = (logits.argmax(-1) == labels)[:counted].sum()
         losses = F.cross_entropy(logits, labels, reduction="none")[:counted].double().sum()
-        self._sums += torch.stack((torch.full_like(losses, counted), right.double(), losses))
+        self._sums[:3] += torch.stack((torch.full_like(losses, counted), right.double(), losses))
         return logits
 
-    def _report(self, stage: str) -> tuple[float, float]:
-        """Accuracy and loss over the samples of all devices; each of them counts once."""
+    def _report(self, stage: str) -> dict[str, float]:
+        """Means over the samples of all devices, each of which counts once, by name."""
         sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
-        samples, accuracy, loss = sums[0], sums[1] / sums[0], sums[2] / sums[0]
+        samples = sums[0]
         if samples != len(self.splits[stage]):
             raise RuntimeError(f"{stage} has {len(self.splits[stage])} samples, counted {samples}")
-        self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
-        self.log(f"{stage}/loss", loss, prog_bar=True)
-        return accuracy, loss
+        means: dict[str, float] = {}
+        if self.recipe.classifies:
+            means |= {"loss": sums[2] / samples, "accuracy": sums[1] / samples}
+        if self.recipe.denoise and stage == "val":
+            means["denoise_loss"] = sums[3] / samples
+        for name, mean in means.items():
+            self.log(f"{stage}/{name}", mean, prog_bar=True)
+        return means
 
     def on_validation_epoch_end(self) -> None:
-        accuracy, loss = self._report("val")
-        train_loss = float("nan")
-        if self._losses:
-            mean = torch.stack(self._losses).mean()
-            train_loss = self.trainer.strategy.reduce(mean, reduce_op="mean").item()
-        self._watch_chance(train_loss, len(self._losses) // self.recipe.accumulate)
-        self._losses.clear()
-        self.history.append(
-            {
-                "step": self.global_step,
-                "seconds": round(self.seconds, 3),
-                "lr": self.recipe.lr_at(self.global_step - 1) * self._plateau["factor"],
-                "train_loss": train_loss,
-                "val_loss": loss,
-                "val_accuracy": accuracy,
-            }
-        )
-        self._watch_plateau(loss)
+        means = self._report("val")
+        entry = {
+            "step": self.global_step,
+            "seconds": round(self.seconds, 3),
+            "lr": self.recipe.lr_at(self.global_step - 1) * self._plateau["factor"],
+        }
+        for name in ("loss", "denoise_loss"):
+            if name in means:
+                entry[f"train_{name}"] = self._mean(self._losses[name])
+        entry |= {f"val_{name}": mean for name, mean in means.items()}
+        if self.recipe.classifies:
+            steps = len(self._losses["loss"]) // self.recipe.accumulate
+            self._watch_chance(entry["train_loss"], steps)
+        for losses in self._losses.values():
+            losses.clear()
+        self.history.append(entry)
+        if self.diverged:
+            self._warn(
+                f"diverged: at step {self.global_step} the loss is no number, and training "
+                "ends. Take a lower learning rate, a longer warm-up, or clip the gradient"
+            )
+            self.trainer.should_stop = True
+        self._watch_plateau(means["loss" if self.recipe.classifies else "denoise_loss"])
         self._began = time.perf_counter()
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        """Over the steps and the devices."""
+        if not losses:
+            return float("nan")
+        mean: Tensor = self.trainer.strategy.reduce(torch.stack(losses).mean(), reduce_op="mean")
+        return mean.item()
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last validation had a loss that is no number."""
+        last = self.history[-1] if self.history else {}
+        return not all(map(math.isfinite, (last.get(f"val_{x}", 0.0) for x in self._losses)))
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        if is_first():
+            warnings.warn(text, stacklevel=2)
 
     def _watch_chance(self, loss: float, steps: int) -> None:
         """Say once that nothing has been learnt in the first tenth of the run."""
@@ -212,14 +270,12 @@ class Classifier(lightning.LightningModule):
             return
         for name, chance in chance_losses(self.splits["train"], self.task.num_classes).items():
             if abs(loss - chance) <= CHANCE:
-                self.warnings.append(
+                self._warn(
                     f"stuck at chance: at step {self.global_step} of {self.recipe.steps} the "
                     f"training loss is {loss:.4f} nats, that of guessing from {name} "
                     f"({chance:.4f}). Take a lower learning rate or a longer warm-up, begin with "
                     "easier or shorter samples, or look at the data with fastattn-lra verify"
                 )
-                if is_first():
-                    warnings.warn(self.warnings[-1], stacklevel=2)
                 return
 
     def _watch_plateau(self, loss: float) -> None:
