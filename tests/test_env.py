@@ -26,7 +26,7 @@ def test_json_has_versions_devices_and_backends(capsys):
         if name.endswith(("attention", "attention_scan", "fft_conv"))
     }
     native = _native.refusal(DEVICE)
-    assert found["native part"][f"on {DEVICE}"] == native or "runs"
+    assert found["native part"][f"on {DEVICE}"] == (native or "runs")
     for answers in found["backends"].values():
         assert [*answers.values()].count("runs") == 1
         assert answers["reference"] == "would run if named"

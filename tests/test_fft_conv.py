@@ -196,6 +196,32 @@ def test_a_window_without_gates_of_strides_and_for_some_gradients_only():
         assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
+@pytest.mark.parametrize(("device", "longest"), [("cpu", 32768), ("cuda", 16384)])
+def test_rows_that_are_said_to_be_cut_have_a_window(device, longest):
+    cut = 0
+    for n in (longest + 1, 2 * longest - 1, 2 * longest, 2 * longest + 1, 10**6, 1 << 22):
+        for taps in (1, 2, 63, 64, 65, 500, 511, 1023, 1025, 2048, 4095, 4096, 31250, 40000):
+            for first in (0, 1 - taps, -(taps // 2)):
+                lags = Lags(first, n, n)
+                if fft_conv_native._is_cut(lags, taps, device):
+                    assert fft_conv_native._window(lags, taps, device) > 0
+                    cut += 1
+    assert cut > 100
+
+
+@needs_windows
+def test_one_graph_serves_all_lengths_of_rows_in_windows():
+    torch._dynamo.reset()
+    k = torch.randn(4, 8, device=DEVICE)
+    convolve = torch.compile(
+        lambda u: ops.fft_conv(u, k), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (40000, 41000, 70001):
+            u = torch.randn(2, 4, n, device=DEVICE)
+            torch.testing.assert_close(convolve(u), ops.fft_conv(u, k))
+
+
 @needs_windows
 def test_a_nan_stays_in_its_row_and_its_windows():
     u, k = torch.randn(2, 3, 9000, device=DEVICE), torch.randn(3, 8, device=DEVICE)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastattn.lra.analysis import mean_and_spread
 from fastattn.lra.recipe import Recipe
 from fastattn.lra.runs import evaluate, fit, write
 from fastattn.lra.train import CHANCE
@@ -116,10 +117,11 @@ def _summarise(out: Path) -> dict[str, Any]:
 def _spread(good: list[dict[str, Any]], rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
     """Mean, standard deviation (n - 1) and range of the seeds that did not fail; mean of all."""
     values = [row[key] for row in good]
-    everything = statistics.fmean(row[key] for row in rows)
+    mean, spread = mean_and_spread(values) if values else (None, None)
+    everything = statistics.fmean(row[key] for row in rows)  # which may be no number
     return {
-        "mean": statistics.fmean(values) if values else None,
-        "spread": statistics.stdev(values) if len(values) > 1 else None,
+        "mean": mean,
+        "spread": spread,
         "range": [min(values), max(values)] if values else None,
         "mean_with_failed": everything if math.isfinite(everything) else None,
     }

@@ -41,7 +41,7 @@ def refusal(u: Tensor, lags: Lags, taps: int) -> str | None:
         fused = longest_fused(u.device)
         if isinstance(fused, str):
             return fused
-        if longest > fused and u.shape[0] > 65535 and not _window(lags, taps, device):
+        if longest > fused and u.shape[0] > 65535 and not _is_cut(lags, taps, device):
             reason = f"it has at most 65535 samples of rows longer than {fused}"
     return reason
 
@@ -51,7 +51,7 @@ def is_faster(u: Tensor, lags: Lags, taps: int) -> bool:
     if u.device.type != "cpu":
         return True
     longest, fewest = _tuning.fft_conv_on_cpu()
-    fits = max(lags.n, lags.out) <= longest or _window(lags, taps, "cpu") > 0
+    fits = max(lags.n, lags.out) <= longest or _is_cut(lags, taps, "cpu")
     return fits and u.shape[0] * u.shape[1] >= fewest
 
 
@@ -65,13 +65,26 @@ def _length(lags: Lags, taps: int) -> int:
     return 1 << (_most(lags, taps) - 1).bit_length()
 
 
-def _window(lags: Lags, taps: int, device: str) -> int:
-    """The transform of windows that rows are cut into (overlap-save), or 0: they stay whole."""
+def _span(lags: Lags, taps: int) -> tuple[int, int]:
+    """From the first lag to the last, zero included, and the greatest either way."""
     low, high = lags.first, lags.first + taps - 1
     if lags.circular:  # as ``convolve`` lays them out
         low, high = 1 - lags.n, lags.n - 1
-    span, furthest = max(high, 0) - min(low, 0), max(abs(low), abs(high))
-    return _tuning.fft_conv_window(lags.out, span, furthest, _length(lags, taps), device)
+    return max(high, 0) - min(low, 0), max(abs(low), abs(high))
+
+
+def _window(lags: Lags, taps: int, device: str) -> int:
+    """The transform of windows that rows are cut into (overlap-save), or 0: they stay whole."""
+    return _tuning.fft_conv_window(lags.out, *_span(lags, taps), _length(lags, taps), device)
+
+
+def _is_cut(lags: Lags, taps: int, device: str) -> bool:
+    """Whether rows too long to stay whole have few enough taps for windows.
+
+    By inequalities, which a compiler can ask of a length that changes; ``_window`` then finds one.
+    """
+    span, _ = _span(lags, taps)
+    return 32 * span <= lags.out and (device == "cpu" or span < 4096)
 
 
 def convolve(
@@ -89,7 +102,7 @@ def convolve(
         taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
     count, device = taps.shape[1], u.device.type
     too_long = device == "cuda" and _most(lags, count) > longest_fused(u.device)
-    if too_long and not _window(lags, count, device):
+    if too_long and not _is_cut(lags, count, device):
         return convolve_in_blocks(u, taps, lags, skip, pre, post)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
