@@ -121,11 +121,12 @@ int64_t fa_conv_length(const fa_conv_shape *shape) {
 }
 
 int64_t fa_conv_table_size(int64_t length) {
-  return by_length(length, (int64_t)0,
+  return by_length(length, long_table_size(length),
                    [](auto of) { return (int64_t)4 * Table<typename decltype(of)::P>::COUNT; });
 }
 
 fa_status fa_conv_table(int64_t length, float *table) {
+  if (long_table_size(length)) return long_table(length, table);
   return by_length(length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
     fill_table<typename decltype(of)::P>(table);
     return (fa_status)FA_OK;

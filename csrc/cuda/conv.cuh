@@ -28,6 +28,15 @@ struct Line {
   DEVICE void put(int i, float x) const { (UNIT ? at[i] : at[i * n]) = from_float<T>(x); }
 };
 
+// The same number, of which a compiler knows nothing: else what follows from it is made once for
+// all samples, and fills the registers.
+DEVICE int unknown(int x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 struct Convolution {
   fa_conv_shape shape;
   fa_tensor u, pre, post, y;
@@ -105,19 +114,30 @@ DEVICE void load_row(Complex *x, L u, L gate, int n, float2 *memory, const float
 template <class P, class Sync>
 DEVICE void restore_row(Complex *x, float2 *memory, const float4 *table, int t, Sync sync) {
   Row<P>::inverse(x, memory, table, t, sync);
-  UNROLL
-  for (int e = 0; e < P::E; e++) {
-    Complex w = Row<P>::twist(table, t, e);
-    x[e].re = multiply_add(-x[e].im, w.im, x[e].re * w.re);
-  }
+  Row<P>::twists(table, t,
+                 [&](int e, Complex w) { x[e].re = multiply_add(-x[e].im, w.im, x[e].re * w.re); });
 }
 
 DEVICE Complex number(const float2 *of, int64_t at) { return {of[at].x, of[at].y}; }
 
-// One group of threads. `memory` has Row<P>::MEMORY float2, `spectrum` N.
-template <class P, class T, bool UNIT, class Sync>
+// An array that has number e of every thread: N in memory, or each thread's in its registers.
+template <class P>
+struct InMemory {
+  float2 *at;
+  DEVICE Complex get(int e, int t) const { return number(at, e * P::T + t); }
+  DEVICE void put(int e, int t, Complex x) { at[e * P::T + t] = make_float2(x.re, x.im); }
+};
+template <class P>
+struct InRegisters {
+  Complex x[P::E];
+  DEVICE Complex get(int e, int) const { return x[e]; }
+  DEVICE void put(int e, int, Complex y) { x[e] = y; }
+};
+
+// One group of threads. `memory` has Row<P>::MEMORY float2.
+template <class P, class T, bool UNIT, class Numbers, class Sync>
 DEVICE void convolve(const Convolution &a, int64_t channel, int64_t slice, int t, float2 *memory,
-                     float2 *spectrum, Sync sync) {
+                     Numbers spectrum, Sync sync) {
   using L = Line<T, UNIT>;
   const fa_conv_shape &s = a.shape;
   const bool active = channel < s.channels;  // others keep the barriers company
@@ -126,15 +146,15 @@ DEVICE void convolve(const Convolution &a, int64_t channel, int64_t slice, int t
   Complex x[P::E];
   spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
   UNROLL
-  for (int e = 0; e < P::E; e++) spectrum[e * P::T + t] = make_float2(x[e].re, x[e].im);
+  for (int e = 0; e < P::E; e++) spectrum.put(e, t, x[e]);
   sync();
 
-  const int64_t low = s.batch * slice / s.slices, high = s.batch * (slice + 1) / s.slices;
-  for (int64_t b = low; b < high; b++) {
+  const int low = s.batch * slice / s.slices, high = s.batch * (slice + 1) / s.slices;
+  for (int b = low; b < high; b++) {
     L u(a.u, b, channel), pre(a.pre, b, channel), post(a.post, b, channel), y(a.y, b, channel);
     load_row<P>(x, u, pre, n, memory, a.table, t, sync);
     UNROLL
-    for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
+    for (int e = 0; e < P::E; e++) x[e] = times(x[e], spectrum.get(e, t));
     restore_row<P>(x, memory, a.table, t, sync);
     if (a.skip) {
       const float skip = a.skip[channel];
@@ -157,32 +177,31 @@ struct Gradient {
 };
 
 // The taps whose gradient's spectrum is `sum`, numbers of which a thread has written itself.
-template <class P, class Sync>
-DEVICE void store_taps(Complex *x, const fa_conv_shape &s, const float2 *sum, float *to, int count,
+template <class P, class Numbers, class Sync>
+DEVICE void store_taps(Complex *x, const fa_conv_shape &s, const Numbers &sum, float *to, int count,
                        float2 *memory, const float4 *table, int t, Sync sync) {
   using W = Row<P>;
   UNROLL
   for (int e = 0; e < P::E; e++) {
-    Complex total = number(sum, e * P::T + t);
+    Complex total = sum.get(e, t);
     x[e] = {total.re / P::N, s.mirrored ? -total.im / P::N : total.im / P::N};
   }
   W::inverse(x, memory, table, t, sync);
   const int first = s.first;
-  UNROLL
-  for (int e = 0; e < P::E; e++) {
-    Complex w = times(x[e], W::twist(table, t, e));
+  W::twists(table, t, [&](int e, Complex w) {
+    const Complex tap = times(x[e], w);
     int ahead = W::index(t, e) - first, behind = ahead - P::N;
-    if (ahead >= 0 && ahead < count) to[ahead] = w.re;
-    if (behind >= 0 && behind < count) to[behind] = -w.im;
-  }
+    if (ahead >= 0 && ahead < count) to[ahead] = tap.re;
+    if (behind >= 0 && behind < count) to[behind] = -tap.im;
+  });
 }
 
-// One group of threads. `memory` as above; `spectrum`, `input` and `sum` have N float2 each; `add`
-// sums a number over the group. Between two transforms is a barrier, unless the second is the
-// inverse of what the first left, or begins where an inverse has ended.
-template <class P, class T, bool UNIT, class Sync, class Add>
-DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, float2 *memory,
-                      float2 *spectrum, float2 *input, float2 *sum, Sync sync, Add add) {
+// One group of threads. `memory` as above; `add` sums a number over the group. Between two
+// transforms is a barrier, unless the second is the inverse of what the first left, or begins where
+// an inverse has ended.
+template <class P, class T, bool UNIT, class Sum, class Numbers, class Sync, class Add>
+DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int thread, float2 *memory,
+                      Sum sum, Numbers input, Numbers spectrum, Sync sync, Add add) {
   using W = Row<P>;
   using L = Line<T, UNIT>;
   const fa_conv_shape &s = a.shape;
@@ -190,19 +209,24 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
   if (!active) channel = s.channels - 1;
   const int n = s.n, out = s.out, written = active ? n : 0, written_out = active ? out : 0;
   const bool of_input = a.du.data || a.dpre.data;
+  int t = unknown(thread);
   Complex x[P::E];
-  spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
-  UNROLL
-  for (int e = 0; e < P::E; e++) {
-    spectrum[e * P::T + t] = make_float2(x[e].re, x[e].im);
-    sum[e * P::T + t] = make_float2(0.f, 0.f);
+  if (of_input || a.dpost.data) {
+    spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
+    UNROLL
+    for (int e = 0; e < P::E; e++) spectrum.put(e, t, x[e]);
+    sync();
   }
-  sync();
+  if (a.dtaps) {
+    UNROLL
+    for (int e = 0; e < P::E; e++) sum.put(e, t, {0.f, 0.f});
+  }
 
   const float skip = a.skip ? a.skip[channel] : 0.f;
   float dskip = 0.f;
-  const int64_t low = s.batch * slice / s.slices, high = s.batch * (slice + 1) / s.slices;
-  for (int64_t b = low; b < high; b++) {
+  const int low = s.batch * slice / s.slices, high = s.batch * (slice + 1) / s.slices;
+  for (int b = low; b < high; b++) {
+    t = unknown(thread);
     L u(a.u, b, channel), pre(a.pre, b, channel), post(a.post, b, channel), dy(a.dy, b, channel);
     auto gated = [&](int i) { return pre.there() ? pre[i] * u[i] : u[i]; };
     auto upstream = [&](int i) { return post.there() ? post[i] * dy[i] : dy[i]; };
@@ -210,10 +234,10 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
     if (a.dtaps || a.dpost.data) {
       load_row<P>(x, u, pre, n, memory, a.table, t, sync);
       UNROLL
-      for (int e = 0; e < P::E; e++) input[e * P::T + t] = make_float2(x[e].re, x[e].im);
+      for (int e = 0; e < P::E; e++) input.put(e, t, x[e]);
       if (L dpost(a.dpost, b, channel); dpost.there()) {
         UNROLL
-        for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
+        for (int e = 0; e < P::E; e++) x[e] = times(x[e], spectrum.get(e, t));
         restore_row<P>(x, memory, a.table, t, sync);
         if (a.skip)
           for_each<P>(t, n < written_out ? n : written_out,
@@ -223,18 +247,18 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int t, 
         sync();
       }
     }
+    t = unknown(thread);
     if (a.dtaps || of_input) load_row<P>(x, dy, post, out, memory, a.table, t, sync);
     if (a.dtaps) {
       UNROLL
       for (int e = 0; e < P::E; e++) {
-        Complex product = conjugate_times(number(input, e * P::T + t), x[e]);
-        float2 &total = sum[e * P::T + t];
-        total = make_float2(total.x + product.re, total.y + product.im);
+        Complex product = conjugate_times(input.get(e, t), x[e]), total = sum.get(e, t);
+        sum.put(e, t, {total.re + product.re, total.im + product.im});
       }
     }
     if (of_input) {
       UNROLL
-      for (int e = 0; e < P::E; e++) x[e] = conjugate_times(number(spectrum, e * P::T + t), x[e]);
+      for (int e = 0; e < P::E; e++) x[e] = conjugate_times(spectrum.get(e, t), x[e]);
       restore_row<P>(x, memory, a.table, t, sync);
       if (a.skip)
         for_each<P>(t, written < out ? written : out,

@@ -18,29 +18,43 @@ constexpr int HERE = shared_of(__CUDA_ARCH__);
 constexpr int HERE = 227 * 1024;
 #endif
 
-// What a block has: groups of threads for four warps, or one group. Of the N numbers each of the
-// spectrum of the taps, of the sum over samples and of the inputs, what does not fit into shared
-// memory beside the row is in a workspace, one for every block that runs.
+// What a block has: groups of threads for four warps, or one group. Beside the row are arrays of N
+// numbers: the spectrum of the taps; of gradients the sum over samples, the inputs, and that
+// spectrum. The first is in registers where threads have room for three times their numbers and
+// what else they need; others that would leave less room than for AT_ONCE blocks are in a
+// workspace, one for every block that runs.
 template <class P, bool BACKWARD, int SHARED>
 struct Block {
   static constexpr int GROUPS = P::T < 64 ? 128 / P::T : 1, THREADS = GROUPS * P::T;
-  static constexpr int ROW = Row<P>::MEMORY, ALL = BACKWARD ? 3 : 1;
-  static constexpr bool FITS = GROUPS * ROW * 8 <= SHARED;
+  static constexpr int AT_ONCE = (BACKWARD ? P::BACKWARD : P::FORWARD) / THREADS;
+  static constexpr bool HELD = 65536 / (AT_ONCE * THREADS) >= 7 * P::E;
+  static constexpr int ROW = Row<P>::MEMORY, ALL = (BACKWARD ? 3 : 1) - HELD;
+  static ANYWHERE int blocks_with(int arrays) {
+    return (SHARED + 1024) / (GROUPS * (ROW + arrays * P::N) * 8 + 1024);
+  }
+  static constexpr bool FITS = blocks_with(0) > 0;
   static ANYWHERE int fitting() {
+    const int most = blocks_with(0), wanted = AT_ONCE < most ? AT_ONCE : most;
     int count = ALL;
-    while (count > 0 && GROUPS * (ROW + count * P::N) * 8 > SHARED) count--;
+    while (count > 0 && blocks_with(count) < wanted) count--;
     return count;
   }
   static constexpr int SHARES = fitting(), ELSEWHERE = ALL - SHARES;
   static constexpr int EACH = ROW + SHARES * P::N;  // float2 of a group
   static constexpr int BYTES = GROUPS * EACH * 8;
-  static constexpr int AT_ONCE = THREADS >= 512 ? 1 : 512 / THREADS;  // 128 registers a thread
 
-  // Number `which` of the arrays of N, of the group whose shared memory this is.
-  static DEVICE float2 *array(float2 *memory, float2 *workspace, int group, int which) {
-    if (which < SHARES) return memory + ROW + which * P::N;
-    int64_t of = (int64_t)blockIdx.x * GROUPS + group;
-    return workspace + (of * ELSEWHERE + which - SHARES) * P::N;
+  // One of the arrays, of the group whose shared memory this is.
+  template <int WHICH>
+  static DEVICE auto numbers(float2 *memory, float2 *workspace, int group) {
+    constexpr int AT = WHICH - HELD;
+    if constexpr (AT < 0) {
+      return InRegisters<P>();
+    } else if constexpr (AT < SHARES) {
+      return InMemory<P>{memory + ROW + AT * P::N};
+    } else {
+      int64_t of = (int64_t)blockIdx.x * GROUPS + group;
+      return InMemory<P>{workspace + (of * ELSEWHERE + AT - SHARES) * P::N};
+    }
   }
 };
 
@@ -80,7 +94,7 @@ __global__ void __launch_bounds__(Block<P, false, HERE>::THREADS, Block<P, false
   using B = Block<P, false, HERE>;
   const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
   float2 *memory = shared + group * B::EACH;
-  float2 *spectrum = B::array(memory, a.workspace, group, 0);
+  auto spectrum = B::template numbers<0>(memory, a.workspace, group);
   const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
   for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
     convolve<P, T, UNIT>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, spectrum,
@@ -96,13 +110,13 @@ __global__ void __launch_bounds__(Block<P, true, HERE>::THREADS, Block<P, true, 
   using B = Block<P, true, HERE>;
   const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
   float2 *memory = shared + group * B::EACH;
-  float2 *spectrum = B::array(memory, a.workspace, group, 0);
-  float2 *sum = B::array(memory, a.workspace, group, 1);
-  float2 *input = B::array(memory, a.workspace, group, 2);
+  auto sum = B::template numbers<0>(memory, a.workspace, group);
+  auto input = B::template numbers<1>(memory, a.workspace, group);
+  auto spectrum = B::template numbers<2>(memory, a.workspace, group);
   const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
   for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
-    gradients<P, T, UNIT>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, spectrum,
-                          input, sum, Sync<P>(), Add<P>{memory, t});
+    gradients<P, T, UNIT>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, sum, input,
+                          spectrum, Sync<P>(), Add<P>{memory, t});
     Sync<P>()();
   }
 }
@@ -156,6 +170,10 @@ cudaError_t start(Kernel kernel, const Arguments &arguments, const Device &devic
 // Of rows in windows of 1024 or 4096: the convolution, and the gradient of its taps.
 cudaError_t start_windows(const Convolution &a, const Device &device, cudaStream_t stream);
 cudaError_t start_windows(const Gradient &a, const Device &device, cudaStream_t stream);
+
+// Of rows that are longer than one block transforms; 0 and FA_BAD_ARGUMENT for other lengths.
+int64_t long_table_size(int64_t length);
+fa_status long_table(int64_t length, float *table);
 
 // For one length; defined where FA_LENGTH is that.
 template <int N>

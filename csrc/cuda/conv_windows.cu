@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(Block<P, false, HERE>::THREADS, Block<P, false
   using B = Block<P, false, HERE>;
   const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
   float2 *memory = shared + group * B::EACH;
-  float2 *spectrum = B::array(memory, a.workspace, group, 0);
+  auto spectrum = B::template numbers<0>(memory, a.workspace, group);
   const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
   for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
     convolve_windows<P, T>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, spectrum,
@@ -29,12 +29,12 @@ __global__ void __launch_bounds__(Block<P, true, HERE>::THREADS, Block<P, true, 
   using B = Block<P, true, HERE>;
   const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
   float2 *memory = shared + group * B::EACH;
-  float2 *sum = B::array(memory, a.workspace, group, 0);
-  float2 *input = B::array(memory, a.workspace, group, 1);
+  auto sum = B::template numbers<0>(memory, a.workspace, group);
+  auto input = B::template numbers<1>(memory, a.workspace, group);
   const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
   for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
-    correlate_windows<P, T>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, input,
-                            sum, Sync<P>());
+    correlate_windows<P, T>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, sum,
+                            input, Sync<P>());
     Sync<P>()();
   }
 }

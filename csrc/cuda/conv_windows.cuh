@@ -62,10 +62,10 @@ DEVICE int last_of(int64_t begin, int64_t n) {
   return last < 2 * P::N ? (int)(last < 0 ? 0 : last) : 2 * P::N;
 }
 
-// One group of threads; `memory` and `spectrum` as in convolve.
-template <class P, class T, class Sync>
+// One group of threads; `memory` as in convolve.
+template <class P, class T, class Numbers, class Sync>
 DEVICE void convolve_windows(const Convolution &a, int64_t channel, int64_t slice, int t,
-                             float2 *memory, float2 *spectrum, Sync sync) {
+                             float2 *memory, Numbers spectrum, Sync sync) {
   using L = Line<T, true>;
   const fa_conv_shape &s = a.shape;
   const bool active = channel < s.channels;  // others keep the barriers company
@@ -73,7 +73,7 @@ DEVICE void convolve_windows(const Convolution &a, int64_t channel, int64_t slic
   Complex x[P::E];
   spectrum_of<P>(x, s, taps_of(s, a.taps, channel), memory, a.table, t, sync);
   UNROLL
-  for (int e = 0; e < P::E; e++) spectrum[e * P::T + t] = make_float2(x[e].re, x[e].im);
+  for (int e = 0; e < P::E; e++) spectrum.put(e, t, x[e]);
   sync();
 
   const float skip = a.skip ? a.skip[channel] : 0.f;
@@ -85,10 +85,9 @@ DEVICE void convolve_windows(const Convolution &a, int64_t channel, int64_t slic
     const int low = first_of(begin), high = last_of<P>(begin, s.n);
     load_window<P>(x, u, pre, begin, low, high, memory, a.table, t, sync);
     UNROLL
-    for (int e = 0; e < P::E; e++) x[e] = times(x[e], number(spectrum, e * P::T + t));
+    for (int e = 0; e < P::E; e++) x[e] = times(x[e], spectrum.get(e, t));
     Row<P>::inverse(x, memory, a.table, t, sync);
-    UNROLL
-    for (int e = 0; e < P::E; e++) x[e] = times(x[e], Row<P>::twist(a.table, t, e));
+    Row<P>::twists(a.table, t, [&](int e, Complex w) { x[e] = times(x[e], w); });
 
     int end = last_of<P>(begin, s.out);
     if (end > lead + s.valid) end = lead + (int)s.valid;
@@ -110,17 +109,17 @@ DEVICE void convolve_windows(const Convolution &a, int64_t channel, int64_t slic
   }
 }
 
-// The taps' gradient alone; dtaps as for Gradient. `memory`, `input` and `sum` as in gradients.
-template <class P, class T, class Sync>
+// The taps' gradient alone; dtaps as for Gradient.
+template <class P, class T, class Sum, class Numbers, class Sync>
 DEVICE void correlate_windows(const Gradient &a, int64_t channel, int64_t slice, int t,
-                              float2 *memory, float2 *input, float2 *sum, Sync sync) {
+                              float2 *memory, Sum sum, Numbers input, Sync sync) {
   using L = Line<T, true>;
   const fa_conv_shape &s = a.shape;
   const bool active = channel < s.channels;
   if (!active) channel = s.channels - 1;
   Complex x[P::E];
   UNROLL
-  for (int e = 0; e < P::E; e++) sum[e * P::T + t] = make_float2(0.f, 0.f);
+  for (int e = 0; e < P::E; e++) sum.put(e, t, {0.f, 0.f});
 
   const int lead = leading(s);
   const int64_t windows = (s.out + s.valid - 1) / s.valid, all = s.batch * windows;
@@ -130,16 +129,15 @@ DEVICE void correlate_windows(const Gradient &a, int64_t channel, int64_t slice,
     load_window<P>(x, u, pre, begin, first_of(begin), last_of<P>(begin, s.n), memory, a.table, t,
                    sync);
     UNROLL
-    for (int e = 0; e < P::E; e++) input[e * P::T + t] = make_float2(x[e].re, x[e].im);
+    for (int e = 0; e < P::E; e++) input.put(e, t, x[e]);
     sync();
     int end = last_of<P>(begin, s.out);
     if (end > lead + s.valid) end = lead + (int)s.valid;
     load_window<P>(x, dy, post, begin, lead, end, memory, a.table, t, sync);
     UNROLL
     for (int e = 0; e < P::E; e++) {
-      Complex product = conjugate_times(number(input, e * P::T + t), x[e]);
-      float2 &total = sum[e * P::T + t];
-      total = make_float2(total.x + product.re, total.y + product.im);
+      Complex product = conjugate_times(input.get(e, t), x[e]), total = sum.get(e, t);
+      sum.put(e, t, {total.re + product.re, total.im + product.im});
     }
     sync();
   }

@@ -8,32 +8,36 @@ namespace fastattn {
 template <int N>
 struct PlanOf;
 template <>
+struct PlanOf<128> {  // of long rows alone
+  using P = Plan<128, 16, 16, 512, 512, 16, 8>;
+};
+template <>
 struct PlanOf<256> {
-  using P = Plan<256, 16, 16, 16, 16>;
+  using P = Plan<256, 16, 16, 512, 512, 16, 16>;
 };
 template <>
 struct PlanOf<512> {
-  using P = Plan<512, 16, 16, 8, 8, 8>;
+  using P = Plan<512, 16, 16, 512, 512, 8, 8, 8>;
 };
 template <>
 struct PlanOf<1024> {
-  using P = Plan<1024, 16, 16, 16, 16, 4>;
+  using P = Plan<1024, 16, 16, 512, 512, 16, 16, 4>;
 };
 template <>
 struct PlanOf<2048> {
-  using P = Plan<2048, 16, 16, 16, 16, 8>;
+  using P = Plan<2048, 16, 16, 512, 512, 16, 16, 8>;
 };
 template <>
 struct PlanOf<4096> {
-  using P = Plan<4096, 16, 16, 16, 16, 16>;
+  using P = Plan<4096, 16, 16, 512, 512, 16, 16, 16>;
 };
 template <>
 struct PlanOf<8192> {
-  using P = Plan<8192, 32, 16, 32, 16, 16>;
+  using P = Plan<8192, 32, 16, 512, 256, 16, 32, 16>;
 };
 template <>
 struct PlanOf<16384> {
-  using P = Plan<16384, 32, 16, 32, 32, 16>;
+  using P = Plan<16384, 32, 32, 512, 512, 16, 32, 32>;
 };
 template <int N>
 using Short = typename PlanOf<N>::P;
@@ -63,7 +67,7 @@ void fill_table(float *table) {
       }
     }
   }
-  for (int n = 0; n < P::N; n++) put(2 * Table<P>::TWIST + n, -PI * n / (2 * P::N));
+  for (int t = 0; t < P::T; t++) put(2 * Table<P>::TWIST + t, -PI * t / (2 * P::N));
 }
 
 }  // namespace fastattn

@@ -13,9 +13,12 @@
 
 namespace fastattn {
 
-template <int N_, int E_, int PAD_, int... RADICES>
-struct Plan {  // radices that multiply to N and divide E
+// Radices multiply to N and divide E. FORWARD and BACKWARD: how many threads shall run on a
+// multiprocessor at a time, which is to say how many registers each of them has.
+template <int N_, int E_, int PAD_, int FORWARD_, int BACKWARD_, int... RADICES>
+struct Plan {
   static constexpr int N = N_, E = E_, PAD = PAD_, T = N / E;
+  static constexpr int FORWARD = FORWARD_, BACKWARD = BACKWARD_;
   static constexpr int STAGES = sizeof...(RADICES);
   static ANYWHERE int radix(int stage) {
     const int all[] = {RADICES...};
@@ -34,7 +37,7 @@ struct Stage {
                        NODES = P::N / B;
   static_assert(P::E % R == 0 && (S % P::PAD == 0 || P::PAD % S == 0), "see Stage::at");
 
-  static DEVICE int unit(int t, int g) { return t + P::T * g; }
+  static ANYWHERE int unit(int t, int g) { return t + P::T * g; }
   static DEVICE int node(int unit) { return unit / S; }
   static DEVICE int place(int unit) { return unit % S; }
   // Where number r of a unit stands: `first` and a constant.
@@ -92,7 +95,8 @@ struct Stage {
 };
 
 // Where the numbers of a plan's stages begin in its table, in float4, and how many there are: first
-// those of forward stages, then of inverse ones, then exp(-i pi n / 2N) for all n, two in each.
+// those of forward stages, then of inverse ones, then exp(-i pi t / 2N) for every thread, two in
+// each.
 template <class P>
 struct Table {
   static ANYWHERE int nodes(int stage) {
@@ -111,7 +115,7 @@ struct Table {
     for (int i = 0; i < stage; i++) at += P::radix(i) / 4 * places(i);
     return at;
   }
-  static constexpr int TWIST = inverse(P::STAGES - 1), COUNT = TWIST + P::N / 2;
+  static constexpr int TWIST = inverse(P::STAGES - 1), COUNT = TWIST + P::T / 2;
 };
 
 template <class P>
@@ -120,7 +124,7 @@ struct Row {
   static constexpr int MEMORY = N + N / P::PAD;  // float2
 
   // Number e of thread t: which of the row before the forward and after the inverse transform.
-  static DEVICE int index(int t, int e) {
+  static ANYWHERE int index(int t, int e) {
     using First = Stage<P, 0>;
     return First::unit(t, e / First::R) + First::S * (e % First::R);
   }
@@ -161,10 +165,27 @@ struct Row {
     }
   }
 
-  // exp(-i pi n / 2N) of number e of thread t.
-  static DEVICE Complex twist(const float4 *table, int t, int e) {
-    float2 c = reinterpret_cast<const float2 *>(table + Table<P>::TWIST)[index(t, e)];
-    return {c.x, c.y};
+  // f(e, exp(-i pi n / 2N)) for every number e of thread t, whose index is n: that of t, times
+  // constants.
+  template <class F>
+  static DEVICE void twists(const float4 *table, int t, F f) {
+    const float2 of_t = reinterpret_cast<const float2 *>(table + Table<P>::TWIST)[t];
+    twists<0>(Complex{of_t.x, of_t.y}, f);
+  }
+
+ private:
+  template <int e, class F>
+  static DEVICE void twists(Complex of_t, F f) {
+    if constexpr (e < E) {
+      constexpr double ANGLE = PI / 2 * index(0, e) / N;
+      constexpr float RE = (float)cosine(ANGLE), IM = -(float)sine(ANGLE);
+      if constexpr (e == 0)
+        f(0, of_t);
+      else
+        f(e, Complex{multiply_add(-IM, of_t.im, RE * of_t.re),
+                     multiply_add(RE, of_t.im, IM * of_t.re)});
+      twists<e + 1>(of_t, f);
+    }
   }
 };
 

@@ -347,22 +347,31 @@ def fft_conv_window(out: int, span: int, furthest: int, whole: int, device: str)
     return found
 
 
-def fft_conv_block(n: int) -> int:
-    """Into blocks of how many the longest rows are cut on a GPU; not measured yet."""
-    return 4096 if n <= 65536 else 16384
-
-
 def fft_conv_workspace() -> int:
-    """Floats of spectra that exist at a time of rows cut into blocks: they should stay in the L2;
-    not measured yet."""
+    """Floats of spectra that exist at a time of rows longer than a block transforms; not measured
+    yet: 48 MiB stay in the L2, more fill the multiprocessors better."""
     return 12 << 20
 
 
 @cache
-def fft_conv_slices(batch: int, channels: int, device: torch.device) -> int:
-    """Into how many slices the samples of a convolution are cut, so that there is a block for each
-    of four places on a multiprocessor; every slice transforms the taps again."""
-    return max(1, min(batch, 4 * multiprocessors(device) // channels))
+def fft_conv_slices(
+    rows: int, channels: int, length: int, backward: bool, device: torch.device
+) -> int:
+    """Into how many slices the rows of every channel are cut; each transforms the taps again.
+
+    A multiprocessor has room for 12288 numbers of a transform, of gradients for 8192. A wave of
+    slices takes as long as its rows and the taps, which cost 0.6 of a row, or 1.6 where they have
+    gradients to be summed; one that fills fewer multiprocessors half of that, and the more of the
+    other half the more it fills.
+    """
+    room = multiprocessors(device) * max(1, (8192 if backward else 12288) // length)
+
+    def cost(slices: int) -> float:
+        waves, rest = divmod(channels * slices, room)
+        each = -(-rows // slices) + (1.6 if backward else 0.6)
+        return (waves + (0.5 + 0.5 * rest / room if rest else 0)) * each
+
+    return min(range(1, min(rows, 32) + 1), key=cost)
 
 
 def dot_type(dtype: torch.dtype) -> tuple[str, str]:

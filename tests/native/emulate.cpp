@@ -29,7 +29,7 @@ struct Case {
   int64_t batch, channels, group, n, out, first, count;
   bool mirrored, gated, skip;
   int64_t slices;
-  bool windows = false;
+  bool windows = false, held = true;
 };
 
 static fa_tensor tensor(Values &x, int64_t channels, int64_t n) {
@@ -130,7 +130,7 @@ static void run(Case c) {
   Values got_y(rows * c.out, NAN), got_du(rows * c.n, NAN), got_dpre(c.gated ? rows * c.n : 0),
       got_dpost(c.gated ? rows * c.out : 0);
   Values got_dtaps(c.slices * c.channels * c.count, 0), got_dskip(c.slices * c.channels, NAN);
-  std::vector<float2> memory(Row<P>::MEMORY), spectrum(P::N), input(P::N), sum(P::N);
+  std::vector<float2> memory(Row<P>::MEMORY), first(P::N), second(P::N), third(P::N);
   Convolution forward = {shape,
                          tensor(u, c.channels, c.n),
                          tensor(pre, c.channels, c.n),
@@ -157,18 +157,21 @@ static void run(Case c) {
   for (int64_t slice = 0; slice < c.slices; slice++)
     for (int64_t channel = 0; channel < c.channels; channel++)
       group(P::T, [&](int t, auto sync, auto add) {
-        if (c.windows) {
-          convolve_windows<P, float>(forward, channel, slice, t, memory.data(), spectrum.data(),
-                                     sync);
+        const InMemory<P> in_memory = {first.data()}, input = {second.data()};
+        auto with = [&](auto held) {
+          if (c.windows) {
+            convolve_windows<P, float>(forward, channel, slice, t, memory.data(), held, sync);
+            sync();
+            correlate_windows<P, float>(backward, channel, slice, t, memory.data(), held, input,
+                                        sync);
+            return;
+          }
+          convolve<P, float, true>(forward, channel, slice, t, memory.data(), held, sync);
           sync();
-          correlate_windows<P, float>(backward, channel, slice, t, memory.data(), input.data(),
-                                      sum.data(), sync);
-          return;
-        }
-        convolve<P, float, true>(forward, channel, slice, t, memory.data(), spectrum.data(), sync);
-        sync();
-        gradients<P, float, true>(backward, channel, slice, t, memory.data(), spectrum.data(),
-                                  input.data(), sum.data(), sync, add);
+          gradients<P, float, true>(backward, channel, slice, t, memory.data(), held, input,
+                                    InMemory<P>{third.data()}, sync, add);
+        };
+        c.held ? with(InRegisters<P>()) : with(in_memory);
       });
   for (int64_t slice = 1; slice < c.slices; slice++) {
     for (int64_t i = 0; i < c.channels * c.count; i++)
@@ -191,12 +194,13 @@ static void run(Case c) {
   std::printf("\n");
 }
 
-// Rows of several blocks, against sums in double precision.
-template <class P, int C>
+// Rows whose transform has two parts, against sums in double precision.
+template <class W>
 static void run_long(Case c) {
-  const int64_t N = P::N, rows = c.batch * c.channels, tap_rows = c.channels / c.group;
-  Values table(4 * Table<P>::COUNT);
-  fill_table<P>(table.data());
+  constexpr int64_t N = W::N;
+  const int64_t rows = c.batch * c.channels, tap_rows = c.channels / c.group;
+  Values table(4 * W::COUNT);
+  fill_long_table<W>(table.data());
   Values u = normal(rows * c.n), dy = normal(rows * c.out), taps = normal(tap_rows * c.count);
   std::vector<double> y(rows * c.out), dtaps(c.channels * c.count);
   for (int64_t row = 0; row < rows; row++)
@@ -211,42 +215,62 @@ static void run_long(Case c) {
 
   fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n, c.out, c.first,
                          c.count, c.mirrored, FA_FLOAT32, N,   1,     0};
-  Chunk a = chunk_of(shape);
   Values got(rows * c.out, NAN), got_dtaps(c.channels * c.count, 0);
+  Chunk a = {};
+  a.shape = shape;
   a.channels = c.channels;
   a.u = tensor(u, c.channels, c.n), a.y = tensor(got, c.channels, c.out);
   a.taps = taps.data(), a.dtaps = got_dtaps.data();
   a.table = reinterpret_cast<const float4 *>(table.data());
-  std::vector<float2> inputs(rows * a.blocks_in * N), outputs(rows * a.blocks_out * N),
-      spectra(c.channels * a.count * N);
+  std::vector<float2> inputs(rows * N), outputs(rows * N), spectra(c.channels * N);
   a.inputs = inputs.data(), a.outputs = outputs.data(), a.spectra = spectra.data();
-  std::vector<float2> memory(Row<P>::MEMORY);
-  auto each = [&](int64_t items, auto f) {
-    for (int64_t item = 0; item < items; item++)
-      group(P::T, [&](int t, auto sync, auto) { f(item, t, sync); });
+  using Columns = typename W::Columns;
+  using Leaf = typename W::Leaf;
+  std::vector<float2> memory(std::max(Row<Columns>::MEMORY, Row<Leaf>::MEMORY)), turns(W::L);
+  auto columns = [&](int64_t count, auto f) {
+    for (int64_t row = 0; row < count; row++)
+      for (int column = 0; column < W::L; column++)
+        group(Columns::T, [&](int t, auto sync, auto) { f(row, column, t, sync); });
   };
-  auto transform = [&](fa_tensor x, int64_t length, int64_t blocks, float2 *to) {
-    each(rows * blocks, [&](int64_t item, int t, auto sync) {
-      transform_block<P, float, true>(a, x, length, blocks, to, item, t, memory.data(), sync);
+  auto leaves = [&](auto f) {
+    for (int leaf = 0; leaf < W::C; leaf++) {
+      for (int j = 0; j < W::L; j++) turns[j] = turn_of<W>(a.table, leaf, j);
+      group(Leaf::T, [&](int t, auto sync, auto) { f(leaf, t, sync); });
+    }
+  };
+  auto split = [&](fa_tensor x, int64_t length, float2 *to) {
+    columns(rows, [&](int64_t row, int column, int t, auto sync) {
+      split_row<W, float>(a, x, length, to, row, column, t, memory.data(), sync);
     });
   };
-  transform(a.u, c.n, a.blocks_in, a.inputs);
-  each(tap_rows * a.count,
-       [&](int64_t item, int t, auto sync) { transform_taps<P>(a, item, t, memory.data(), sync); });
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t first = 0; first < a.blocks_out; first += C)
-      for (int64_t f = 0; f < N; f++) multiply_blocks<C>(a, row, first, f);
-  each(rows * a.blocks_out, [&](int64_t item, int t, auto sync) {
-    restore_block<P, float, true>(a, item, t, memory.data(), sync);
+  auto transform = [&](float2 *of, int64_t count) {
+    leaves([&](int leaf, int t, auto sync) {
+      transform_leaves<W>(of, 0, 1, count, leaf, turns.data(), a.table, t, memory.data(), sync);
+    });
+  };
+  split(a.u, c.n, a.inputs);
+  columns(tap_rows, [&](int64_t row, int column, int t, auto sync) {
+    split_taps<W>(a, row, column, t, memory.data(), sync);
+  });
+  transform(a.spectra, tap_rows);
+  leaves([&](int leaf, int t, auto sync) {
+    convolve_leaves<W>(a, 0, 1, rows, leaf, turns.data(), t, memory.data(), sync);
+  });
+  columns(rows, [&](int64_t row, int column, int t, auto sync) {
+    join_row<W, float>(a, row, column, t, memory.data(), sync);
   });
 
-  transform(tensor(dy, c.channels, c.out), c.out, a.blocks_out, a.outputs);
-  for (int64_t channel = 0; channel < c.channels; channel++)
-    for (int64_t first = 0; first < a.count; first += C)
-      for (int64_t f = 0; f < N; f++) correlate_blocks<C>(a, channel, first, f);
-  each(c.channels * a.count,
-       [&](int64_t item, int t, auto sync) { restore_taps<P>(a, item, t, memory.data(), sync); });
-  std::printf("blocks of N=%d, %d at a time, n=%d out=%d first=%d count=%d%s:", P::N, C, (int)c.n,
+  split(a.u, c.n, a.inputs);
+  split(tensor(dy, c.channels, c.out), c.out, a.outputs);
+  transform(a.inputs, rows);
+  transform(a.outputs, rows);
+  leaves([&](int leaf, int t, auto sync) {
+    correlate_leaves<W>(a, 0, 1, c.channels, leaf, turns.data(), t, memory.data(), sync);
+  });
+  columns(c.channels, [&](int64_t channel, int column, int t, auto sync) {
+    join_taps<W>(a, channel, column, t, memory.data(), sync);
+  });
+  std::printf("long rows of %d by %d, n=%d out=%d first=%d count=%d%s:", W::C, W::L, (int)c.n,
               (int)c.out, (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "");
   compare("y", got, y);
   compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
@@ -261,27 +285,24 @@ int main() {
   run<Short<256>>({2, 2, 1, 200, 200, -150, 351, true, false, true, 1});
   run<Short<256>>({1, 1, 1, 1, 1, 0, 1, false, false, false, 1});
   run<Short<512>>({2, 1, 1, 500, 500, 0, 500, false, true, false, 2});
+  run<Short<512>>({2, 1, 1, 500, 500, 0, 500, false, true, true, 1, false, false});
   run<Short<1024>>({2, 1, 1, 1024, 1024, 0, 1024, false, false, true, 1});
   run<Short<2048>>({2, 1, 1, 2048, 2048, 0, 77, false, true, true, 1});
   run<Short<4096>>({1, 1, 1, 4096, 4096, 0, 4096, false, false, false, 1});
   run<Short<8192>>({1, 1, 1, 8192, 8192, 0, 8192, false, false, false, 1});
   run<Short<16384>>({1, 1, 1, 16384, 16384, 0, 16384, false, false, false, 1});
   run<Short<256>>({2, 4, 2, 3000, 3000, 0, 20, false, true, true, 3, true});
-  run<Short<256>>({1, 2, 1, 1000, 1200, 0, 201, false, false, true, 2, true});
+  run<Short<256>>({1, 2, 1, 1000, 1200, 0, 201, false, false, true, 2, true, false});
   run<Short<256>>({1, 1, 1, 2000, 1700, -60, 101, false, true, false, 1, true});
   run<Short<256>>({1, 1, 1, 2000, 2000, -60, 101, true, true, true, 5, true});
   run<Short<256>>({2, 1, 1, 513, 513, 0, 1, false, false, false, 1, true});
   run<Short<256>>({1, 1, 1, 700, 700, -255, 511, false, false, false, 1, true});
   run<Short<1024>>({1, 2, 1, 5000, 5000, 0, 64, false, true, true, 2, true});
   run<Short<4096>>({1, 1, 1, 20000, 20000, 0, 1000, false, false, true, 1, true});
-  run_long<Short<256>, 4>({2, 4, 2, 2000, 2000, 0, 2000, false});
-  run_long<Short<256>, 4>({1, 2, 1, 1500, 1500, 0, 100, false});
-  run_long<Short<256>, 2>({1, 2, 1, 1111, 1111, -1110, 2221, false});
-  run_long<Short<256>, 2>({1, 2, 1, 1111, 1111, -700, 1500, true});
-  run_long<Short<256>, 4>({1, 1, 1, 700, 2000, 0, 1301, false});
-  run_long<Short<256>, 4>({1, 1, 1, 2000, 700, 0, 1301, true});
-  run_long<Short<256>, 16>({1, 1, 1, 10000, 10000, 0, 10000, false});
-  run_long<Short<512>, 4>({1, 1, 1, 1300, 1300, 0, 1, false});
+  run_long<LongPlan<128, 128>>({2, 2, 2, 16384, 16384, 0, 100, false});
+  run_long<LongPlan<128, 128>>({1, 1, 1, 9000, 9000, -8999, 17999, false});
+  run_long<LongPlan<128, 256>>({1, 1, 1, 12000, 20000, -3000, 9001, true});
+  run_long<LongPlan<256, 128>>({1, 1, 1, 20000, 12000, 30, 25000, false});
   std::printf(worst ? "WRONG\n" : "right\n");
   return worst ? 1 : 0;
 }

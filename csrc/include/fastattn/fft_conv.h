@@ -49,7 +49,8 @@ fa_status fa_conv_longest(int device, int64_t *longest);
 /* The shortest transform that does it, or 0 if there is none. Ignores length and slices. */
 int64_t fa_conv_length(const fa_conv_shape *shape);
 
-/* The table of a transform's roots: how many floats, and their values, made in double precision. */
+/* The table of a transform's roots: how many floats, and their values, made in double precision.
+ * Of long rows' transforms too. */
 int64_t fa_conv_table_size(int64_t length);
 fa_status fa_conv_table(int64_t length, float *table);
 
@@ -76,10 +77,10 @@ fa_status fa_correlate_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor p
                             fa_tensor dy, float *dtaps, const float *table, float *workspace,
                             int device, void *stream);
 
-/* Of rows longer than a transform takes, without gates and skip; rows have to be contiguous. They
- * are cut into blocks of `length`, 4096, 8192 or 16384, and worked on some channels at a time, of
- * all samples: at most 65535 rows. dtaps is (channels, count), where taps that reach nothing stay.
- */
+/* Of rows longer than a block transforms, without gates and skip; rows have to be contiguous.
+ * `length` is a power of two from 32768 to 4194304, not below inputs and outputs; lags may be of
+ * any length. They are worked on some channels at a time, of all samples: at most 32767 rows. dtaps
+ * is (channels, count), where taps that reach nothing stay. */
 int64_t fa_conv_long_workspace(const fa_conv_shape *shape, int64_t channels, int gradient);
 fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y, const float *taps,
                             const float *table, float *workspace, int64_t channels, int device,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import _autograd, _native, _tuning
-from fastattn.ops.fft_conv_blocks import convolve_in_blocks
 from fastattn.ops.fft_conv_launch import TYPES, address, at, longest_fused, resolved, table_of
+from fastattn.ops.fft_conv_long import MOST_ROWS, convolve_long
 from fastattn.ops.fft_conv_torch import Lags, convolved, lap
 
 LONGEST = 1 << 22  # inputs of a row
@@ -41,8 +41,8 @@ def refusal(u: Tensor, lags: Lags, taps: int) -> str | None:
         fused = longest_fused(u.device)
         if isinstance(fused, str):
             return fused
-        if longest > fused and u.shape[0] > 65535 and not _is_cut(lags, taps, device):
-            reason = f"it has at most 65535 samples of rows longer than {fused}"
+        if longest > fused and u.shape[0] > MOST_ROWS and not _is_cut(lags, taps, device):
+            reason = f"it has at most {MOST_ROWS} samples of rows longer than {fused}"
     return reason
 
 
@@ -103,7 +103,7 @@ def convolve(
     count, device = taps.shape[1], u.device.type
     too_long = device == "cuda" and _most(lags, count) > longest_fused(u.device)
     if too_long and not _is_cut(lags, count, device):
-        return convolve_in_blocks(u, taps, lags, skip, pre, post)
+        return convolve_long(u, taps, lags, skip, pre, post)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
     if not _autograd.needs_gradient(*(x for x in given if x is not None)):
@@ -187,7 +187,7 @@ def _(
     return _gradients(u, taps, skip, pre, post, wanted)
 
 
-def _shape(u: Tensor, taps: Tensor, lags: Lags) -> Any:
+def _shape(u: Tensor, taps: Tensor, lags: Lags, backward: bool = False) -> Any:
     (b, c, n), (groups, count) = u.shape, taps.shape
     part = _native.part()
     shape = part.ConvShape(
@@ -204,7 +204,7 @@ def _shape(u: Tensor, taps: Tensor, lags: Lags) -> Any:
     if on_cpu:
         shape.slices = part.conv_cpu_slices(shape, torch.get_num_threads())
     else:
-        shape.slices = _tuning.fft_conv_slices(rows, c, u.device)
+        shape.slices = _tuning.fft_conv_slices(rows, c, shape.length, backward, u.device)
     return shape
 
 
@@ -274,7 +274,7 @@ def _backward(
     dy, u, taps, skip, pre, post = resolved(dy, u, taps, skip, pre, post)
     grads = _gradients(u, taps, skip, pre, post, wanted)
     lags = Lags(first, u.shape[2], dy.shape[2])
-    shape = _shape(u, taps, lags)
+    shape = _shape(u, taps, lags, backward=True)
     if shape.valid:
         return _backward_in_windows(dy, u, taps, skip, pre, post, lags, shape, wanted, grads)
     c, groups = u.shape[1], taps.shape[0]

@@ -1,4 +1,4 @@
-"""The native path of FFT convolution for rows longer than a transform takes on a GPU, in blocks."""
+"""The native path of FFT convolution for rows longer than one block of a GPU transforms."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import _native, _tuning
-from fastattn.ops.fft_conv_launch import TYPES, address, at, longest_fused_on, resolved, table_of
+from fastattn.ops.fft_conv_launch import TYPES, address, at, resolved, table_of
 from fastattn.ops.fft_conv_torch import MAPS, Convolve, Lags, convolved
 
+SHORTEST = 1 << 15  # of their transforms
+MOST_ROWS = 32767  # at a time
 
-def convolve_in_blocks(
+
+def convolve_long(
     u: Tensor,
     taps: Tensor,
     lags: Lags,
@@ -21,7 +24,7 @@ def convolve_in_blocks(
     pre: Tensor | None,
     post: Tensor | None,
 ) -> Tensor:
-    """Of rows that are cut into blocks; gates are torch's, in float32."""
+    """Their convolution; gates are torch's, in float32."""
     if skip is not None:
         taps = with_skip(taps, skip, lags.first)
     way = lambda u, taps, lags: Convolve.apply(u, taps, lags, "native")  # noqa: E731
@@ -43,9 +46,7 @@ def _long_shape(u: Tensor, groups: int, count: int, lags: Lags) -> Any:
     shape = _native.part().ConvShape(
         b, c, c // groups, n, lags.out, lags.first, count, lags.mirrored, TYPES[u.dtype]
     )
-    fused = longest_fused_on(u.device)
-    assert isinstance(fused, int)
-    shape.length = min(_tuning.fft_conv_block(max(n, lags.out)), fused)
+    shape.length = max(SHORTEST, 1 << (max(n, lags.out) - 1).bit_length())
     return shape
 
 
@@ -53,7 +54,7 @@ def _chunks(shape: Any, u: Tensor, gradient: bool) -> tuple[int, Tensor]:
     """How many channels at a time, and their workspace."""
     part, (b, c, _) = _native.part(), u.shape
     one = part.conv_long_workspace(shape, 1, gradient)
-    channels = max(1, min(c, 65535 // b, _tuning.fft_conv_workspace() // one))
+    channels = max(1, min(c, MOST_ROWS // b, _tuning.fft_conv_workspace() // one))
     size = part.conv_long_workspace(shape, channels, gradient)
     return channels, torch.empty(size, dtype=torch.float32, device=u.device)
 
