@@ -26,7 +26,12 @@ from dataclasses import dataclass
 import torch
 
 from fastattn import _launch, _tuning, ops
-from fastattn.ops import block_sparse_triton, linear_attention_triton, linformer_triton
+from fastattn.ops import (
+    block_sparse_triton,
+    fft_conv_triton,
+    linear_attention_triton,
+    linformer_triton,
+)
 from fastattn.ops.block_sparse_tables import tables
 
 Calls = dict[str, Callable[[], list[torch.Tensor]]]
@@ -92,6 +97,19 @@ def linformer(options: argparse.Namespace, n: int) -> Calls:
     }
 
 
+def fft_conv(options: argparse.Namespace, n: int) -> Calls:
+    """Of b samples and h · d channels."""
+    torch.manual_seed(0)
+    c, dtype = options.h * options.d, getattr(torch, options.dtype)
+    u, dy = (torch.randn(options.b, c, n, device="cuda").to(dtype) for _ in range(2))
+    given = (u, torch.randn(c, options.taps, device="cuda"), None, None, None)
+    wanted = [True, True, False, False, False]
+    return {
+        "forward": lambda: [fft_conv_triton._forward(*given, 0, n)],
+        "backward": lambda: fft_conv_triton._backward(dy, *given, 0, wanted)[:2],
+    }
+
+
 OPS = {
     "linear_attention": Op(
         "linear_attention",
@@ -114,6 +132,7 @@ OPS = {
         },
         linformer,
     ),
+    "fft_conv": Op("fft_conv", {"forward": ("convolve",), "backward": ("correlate",)}, fft_conv),
 }
 
 
@@ -220,7 +239,15 @@ def search(options: argparse.Namespace) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("op", choices=OPS)
-    for name, value in (("b", 4), ("h", 8), ("n", 4096), ("d", 64), ("block", 64), ("slots", 256)):
+    for name, value in (
+        ("b", 4),
+        ("h", 8),
+        ("n", 4096),
+        ("d", 64),
+        ("block", 64),
+        ("slots", 256),
+        ("taps", 128),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--kernel", help="only this one")
     parser.add_argument("--try", nargs="+", default=TRY, metavar="NAME=VALUE,VALUE")

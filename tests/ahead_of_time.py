@@ -99,6 +99,7 @@ def compile_one(job: tuple) -> dict:
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
+        "tensor": getattr(compiled.metadata, "tmem_size", 0),  # columns, on sm_100
         "serialised": "wgmma.mma_async instructions are serialized" in warnings,
         "options": {k: v for k, v in options.items() if isinstance(v, int)},
     }
@@ -270,11 +271,34 @@ def linformer_calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
+def fft_conv_calls() -> dict[str, Callable[[], object]]:
+    """Forward and backward at the numbers of taps, dtypes and forms that differ."""
+    from fastattn.ops import fft_conv_triton as path
+
+    def call(taps, dtype, n=4096, first=0, everything=False):
+        u = torch.zeros(2, 4, n, dtype=dtype)
+        skip, gate = (torch.zeros(4), u) if everything else (None, None)
+        given = (u, torch.zeros(2, taps), skip, gate, gate)
+        y = path._forward(*given, first, n)
+        path._backward(y, *given, first, [x is not None for x in given])
+
+    calls = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        for taps in (1, 16, 64, 128, 256):
+            calls[f"{str(dtype)[6:]} taps{taps}"] = lambda a=(taps, dtype): call(*a)
+    bf16 = torch.bfloat16
+    calls["bfloat16 odd"] = lambda: call(100, bf16, n=1001)
+    calls["bfloat16 widest"] = lambda: call(256, bf16, first=-100)
+    calls["bfloat16 everything"] = lambda: call(64, bf16, first=-28, everything=True)
+    return calls
+
+
 FAMILIES = {
     "linear_attention": linear_attention_calls,
     "favor": favor_calls,
     "block_sparse": block_sparse_calls,
     "linformer": linformer_calls,
+    "fft_conv": fft_conv_calls,
 }
 
 

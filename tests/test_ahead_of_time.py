@@ -133,3 +133,15 @@ def test_linformer_compiles_for_every_generation():
         "grad_projection_kernel",
     }
     tuned_as_measured(found, "bfloat16 d64", {("slots256", "grad_slots_kernel"): 16})
+
+
+@pytest.mark.slow
+def test_fft_conv_compiles_for_every_generation():
+    found = compiled(
+        "fft_conv",
+        *("bfloat16 taps64", "bfloat16 taps128", "float16 taps256", "odd", "widest", "everything"),
+    )
+    assert {f["kernel"] for f in found} == {"convolve_kernel", "correlate_kernel"}
+    tuned_as_measured(found, "", {})
+    for f in found:  # with more it would compile, to a trap
+        assert f["tensor"] <= 512, f

@@ -94,14 +94,14 @@ def test_the_published_page_is_what_the_results_say(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "block_sparse", "linformer"])
+@pytest.mark.parametrize("name", ["linear_attention", "block_sparse", "linformer", "fft_conv"])
 def test_the_search_puts_candidates_in_place_of_what_tuning_says(name):
     search = pytest.importorskip("search")
     tried = search.candidates(["num_warps=2,16", "maxnreg=0,96"])
     assert len(tried) == 4
     about = {"linear_attention": (64, 64, torch.bfloat16, False)}
     about |= {"block_sparse": (64, 64, 128, torch.bfloat16)}
-    about |= {"linformer": (64, 64, 256, torch.bfloat16, False)}
+    about |= {"linformer": (64, 64, 256, torch.bfloat16, False), "fft_conv": (128, False, True)}
     op = search.OPS[name]
     kernel = op.kernels["forward"][-1]
     default = getattr(_tuning, op.tuning)

@@ -621,7 +621,7 @@ WRONG = {
     "post_gate must be": {"mode": "full", "post_gate": torch.zeros(2, 3, 10)},
     "exact_causal needs": {"mode": "full", "exact_causal": True},
     "it has no exact_causal": {"exact_causal": True, "backend": "native"},
-    "no backend 'triton'": {"backend": "triton"},
+    "no backend 'cuda'": {"backend": "cuda"},
 }
 
 

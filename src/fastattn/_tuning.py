@@ -353,6 +353,41 @@ def fft_conv_workspace() -> int:
     return 12 << 20
 
 
+def fft_conv_few_taps(gated: bool) -> int:
+    """Up to how many taps a GPU convolves 16 bits faster as a matrix product than by FFT.
+
+    Estimated for an H100, not measured yet: (16, 768, 4096) by 128 taps are 768 operations an
+    output, 0.1 ms at 400 TFLOP/s, against 0.17 ms of windows; gates make twice as many.
+    """
+    return 64 if gated else 128
+
+
+@cache
+def fft_conv_most_taps(device: torch.device) -> int:
+    """How many taps' matrices have room in shared memory: 256 take 120 KB of it, 128 take 72."""
+    if device.type != "cuda":
+        return 256
+    major, minor = torch.cuda.get_device_capability(device)
+    return 256 if major in (9, 10) or (major, minor) == (8, 0) else 128
+
+
+@cache
+def fft_conv(kernel: str, taps: int, gated: bool, aligned: bool) -> dict[str, int]:
+    """Tiles of "convolve" and "correlate", for as many taps as a power of two: chunks of BLOCK_S
+    see inputs in tiles of BLOCK_J, so many of which are loaded TOGETHER.
+
+    Not measured yet. Two programs or more have room on a multiprocessor of an H100, and need no
+    more registers than there are, but for one of eight warps where there are gates or where
+    elements of rows that are not aligned are loaded one by one.
+    """
+    tiles = {"BLOCK_M": 64, "BLOCK_S": 64, "num_warps": 4}
+    if gated or not aligned:
+        tiles["num_warps"] = 8
+    if kernel == "correlate":
+        return {**tiles, "BLOCK_J": 128, "num_stages": 1 if not aligned else 2 if gated else 3}
+    return {**tiles, "BLOCK_J": 64, "TOGETHER": 1 if gated else 3, "num_stages": 1}
+
+
 @cache
 def fft_conv_slices(
     rows: int, channels: int, length: int, backward: bool, device: torch.device

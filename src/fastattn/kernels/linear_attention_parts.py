@@ -19,7 +19,9 @@ SIZES = ("H", "HKV", "G", "N", "S", "SPLITS", "SHARES", "DSHARES", "KEYROWS")
 SIZES += ("PADDED", "WORDS", "ITEMS", "PLANE", "ROOM", "TABLE_B", "TABLE_H")
 SIZES += ("HEADS", "ROWS", "FIRST", "LAST", "LEFT", "RIGHT", "DRAWN", "LIMIT", "CUTS", "PARTS")
 SIZES += ("SLOTS", "BATCH", "TILES", "COUNT")
+SIZES += ("CHANNELS", "INPUTS", "OUTPUTS", "TAPS", "LOW", "START")
 STRIDES = tuple(f"{x}_{i}" for x in ("q", "k", "v", "x", "dout") for i in "bhn")
+STRIDES += tuple(f"{x}_{i}" for x in ("u", "dy", "pre", "post") for i in "bc")
 WIDE = (*STRIDES, "p_h", "p_k", "THRESHOLD", "HASHED")
 
 

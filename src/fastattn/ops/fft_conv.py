@@ -19,11 +19,12 @@ from fastattn import _check
 from fastattn._backend import select
 from fastattn.ops import fft_conv_native as native_path
 from fastattn.ops import fft_conv_torch as torch_path
+from fastattn.ops import fft_conv_triton as triton_path
 from fastattn.ops.fft_conv_torch import Lags
 from fastattn.ops.linear_attention import in_full_precision
 
 MODES = ("causal", "circular", "bidirectional", "full")
-BACKENDS = {"fft_conv": ("native", "torch", "reference")}
+BACKENDS = {"fft_conv": ("triton", "native", "torch", "reference")}
 
 
 class ConvState(NamedTuple):
@@ -53,6 +54,8 @@ def fft_conv(
 ) -> Tensor:
     """Convolve every channel with taps of its own, in O(n log n) time and O(n) memory.
 
+    A few taps in 16 bits are a matrix product on a GPU: O(n · taps), as exact after rounding.
+
     Args:
         u: Inputs, ``(b, c, n)``, float64, float32, bfloat16 or float16, of any strides.
         k: Taps, ``(c, taps)``, one row for all channels, or ``(groups, taps)``, where channel i
@@ -69,9 +72,12 @@ def fft_conv(
         exact_causal: The sums are cut into blocks in such a way that nothing of a later input,
             be it infinite, reaches an earlier output, not even by rounding; O(n log² n). Without
             it, an FFT's rounding is relative to the largest input of a row, wherever it stands,
-            and a NaN is everywhere in its row.
+            and a NaN is everywhere in its row; on "triton" near where it stands.
         backend: "native" (C++ and CUDA, no float64, no exact_causal; a second derivative takes the
-            torch path), "torch", "reference" (quadratic), or None for the first that can run.
+            torch path), "triton" (products on tensor cores: of 16 bits, up to 256 taps, or 64
+            with gates, which float16 may not have; not circular, no exact_causal; second
+            derivatives likewise), "torch", "reference" (quadratic), or None for the first that can
+            run and is fast.
 
     Returns:
         ``(b, c, n)``, or n + taps - 1 where "full", in the dtype of u. Sums are in float32, or
@@ -98,8 +104,11 @@ def fft_conv(
     if not u.numel():
         taps = taps[:, :0].sum() + sum(x.sum() for x in (u, *gates) if x is not None)
         return (u.new_zeros(*u.shape[:2], n + more) + taps).to(u.dtype)
-    run = _select(u, lags, taps.shape[1], exact_causal, backend)
+    gated = pre_gate is not None or post_gate is not None
+    run = _select(u, lags, taps.shape[1], gated, exact_causal, backend)
     with in_full_precision(u.device.type):
+        if run == "triton":
+            return triton_path.convolve(u, taps, lags, *gates)
         if run == "native":
             return native_path.convolve(u, taps, lags, *gates)
         way: Any = None
@@ -110,15 +119,23 @@ def fft_conv(
         return torch_path.convolved(u, taps, lags, *gates, convolve=way)
 
 
-def _select(u: Tensor, lags: Lags, taps: int, exact_causal: bool, backend: str | None) -> str:
+def _select(
+    u: Tensor, lags: Lags, taps: int, gated: bool, exact_causal: bool, backend: str | None
+) -> str:
+    triton = triton_path.refusal(u, lags, taps, gated)
     native = native_path.refusal(u, lags, taps)
     if exact_causal:
-        native = "it has no exact_causal"
-    ways = {"native": native, "torch": None, "reference": None}
+        triton = native = "it has no exact_causal"
+    ways = {"triton": triton, "native": native, "torch": None, "reference": None}
+    order = list(ways)
+    if not triton_path.is_faster(u, taps, gated):
+        order = ["native", "triton", "torch", "reference"]
+    if u.device.type == "cpu":  # in the interpreter
+        order = ["native", "torch", "triton", "reference"]
     if not native_path.is_faster(u, lags, taps):
-        del ways["native"]
-        ways["native"] = native
-    return select("fft_conv", backend, **ways)
+        order.remove("native")
+        order.append("native")
+    return select("fft_conv", backend, **{name: ways[name] for name in order})
 
 
 def fft_conv_reference(

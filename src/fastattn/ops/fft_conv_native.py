@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn import _autograd, _native, _tuning
 from fastattn.ops.fft_conv_launch import TYPES, address, at, longest_fused, resolved, table_of
 from fastattn.ops.fft_conv_long import MOST_ROWS, convolve_long
-from fastattn.ops.fft_conv_torch import Lags, convolved, lap
+from fastattn.ops.fft_conv_torch import Lags, gradients, lap
 
 LONGEST = 1 << 22  # inputs of a row
 _lib = torch.library.Library("fastattn", "FRAGMENT")
@@ -136,17 +136,8 @@ class _FFTConv(torch.autograd.Function):
         given = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:5])
         if torch.is_grad_enabled():  # a derivative of this one is wanted
-            with torch.enable_grad():  # views, since one input may be a function of another
-                views = [None if x is None else x.view_as(x) for x in given]
-                u, taps, *others = views
-                assert u is not None
-                assert taps is not None
-                y = convolved(u, taps, Lags(ctx.first, u.shape[2], ctx.out), *others)
-                leaves = [
-                    x for x, want in zip(views, wanted, strict=True) if want and x is not None
-                ]
-                found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True))
-            return *(next(found) if want else None for want in wanted), None, None
+            lags = Lags(ctx.first, given[0].shape[2], ctx.out)
+            return *gradients(given, lags, dy, wanted), None, None
         operator = torch.ops.fastattn.fft_conv_backward.default
         grads = _autograd.call(operator, _backward, dy, *given, ctx.first, wanted)
         return *(x if want else None for x, want in zip(grads, wanted, strict=True)), None, None

@@ -6,7 +6,7 @@ with respect to the taps the second map, a correlation of inputs and outputs; an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,21 @@ def convolved(
     if skip is not None:
         y = y + skip.to(wide).unsqueeze(-1) * F.pad(x, (0, lags.out - lags.n))
     return (y if post is None else y * post.to(wide)).to(u.dtype)
+
+
+def gradients(
+    given: Sequence[Tensor | None], lags: Lags, dy: Tensor, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Of u, taps, skip and gates, where wanted; they have derivatives in their turn."""
+    with torch.enable_grad():  # views, since one input may be a function of another
+        views = [None if x is None else x.view_as(x) for x in given]
+        u, taps, *others = views
+        assert u is not None
+        assert taps is not None
+        y = convolved(u, taps, lags, *others)
+        leaves = [x for x, want in zip(views, wanted, strict=True) if want and x is not None]
+        found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True))
+    return [next(found) if want else None for want in wanted]
 
 
 def convolve(u: Tensor, taps: Tensor, lags: Lags) -> Tensor:
