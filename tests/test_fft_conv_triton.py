@@ -147,7 +147,7 @@ def test_a_row_is_by_itself_and_two_runs_are_bitwise_equal(dtype, monkeypatch):
     assert torch.equal(call(alone, "causal", "triton"), y[2:3])
     first, second = (results(tensors, "causal", "triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    monkeypatch.setattr(_tuning, "fft_conv_slices", lambda *about: 3)
+    monkeypatch.setattr(_tuning, "fft_conv_splits", lambda *about: 3)
     for name, x in results(tensors, "causal", "triton").items():
         if name in ("k", "skip"):
             torch.testing.assert_close(x, first[name], rtol=1e-5, atol=1e-4)

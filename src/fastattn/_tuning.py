@@ -389,6 +389,13 @@ def fft_conv(kernel: str, taps: int, gated: bool, aligned: bool) -> dict[str, in
 
 
 @cache
+def fft_conv_splits(blocks: int, programs: int, device: torch.device) -> int:
+    """Into how many splits the blocks of rows of few taps' products are cut: a program for each of
+    four places on a multiprocessor."""
+    return max(1, min(blocks, 4 * multiprocessors(device) // programs))
+
+
+@cache
 def fft_conv_slices(
     rows: int, channels: int, length: int, backward: bool, device: torch.device
 ) -> int:

@@ -208,7 +208,7 @@ def _forward(
     blocks = -(-b * -(-out // width) // tiles["BLOCK_M"])
     launch(
         kernel,
-        (c, _tuning.fft_conv_slices(blocks, c, u.device), 1),
+        (c, _tuning.fft_conv_splits(blocks, c, u.device), 1),
         (u, taps, skip, pre, post, y, *_strides(u), *_strides(pre), *_strides(post),
          c // groups, c, n, out, count, low, start, b),
         options._replace(tiles=-(-seen // tiles["BLOCK_J"])),
@@ -232,7 +232,7 @@ def _correlate(
     start, seen = _span(first, count, width)
     programs = c * -(-seen // tiles["BLOCK_J"])
     blocks = -(-b * -(-out // width) // tiles["BLOCK_M"])
-    splits = _tuning.fft_conv_slices(blocks, programs, u.device)
+    splits = _tuning.fft_conv_splits(blocks, programs, u.device)
     splits = max(splits, -(-blocks * tiles["BLOCK_M"] // CHAIN))
     share = u.new_empty(splits, c, width, count, dtype=torch.float32)
     launch(
