@@ -66,7 +66,7 @@ def test_a_seed_at_chance_and_one_without_a_result_have_failed(tmp_path):
 def test_a_run_that_diverged_has_failed(tmp_path):
     history = [*BASE["fit"]["history"], BASE["fit"]["best"] | {"val_loss": float("nan")}]
     result = write(tmp_path / "a", test=0.6, fit=BASE["fit"] | {"history": history})
-    assert result.failed
+    assert result.failure == "diverged"
     write_report(tmp_path, tmp_path / "page.md")
 
 

@@ -9,9 +9,8 @@ import pytest
 from fastattn.lra import runs, seeds
 from fastattn.lra.cli import main
 from fastattn.lra.recipes import SMOKE, Phase
+from fastattn.lra.results import failure
 from fastattn.lra.tasks import TASKS
-
-CHANCE = 2.25
 
 
 @pytest.fixture(scope="module")
@@ -27,30 +26,36 @@ def result(seed, *losses, accuracy=0.5):
     history = [{"step": i, "val_loss": x, "val_accuracy": accuracy} for i, x in enumerate(losses)]
     return {
         "seed": seed,
-        "chance": {"nothing": 2.303, "how often each label occurs": CHANCE},
+        "floors": {"majority": 0.1},
+        "data": {"samples": {"val": 400}},
         "fit": {"history": history, "best": history[0]},
     }
 
 
 @pytest.mark.parametrize(
-    ("losses", "why"),
+    ("losses", "accuracy", "why"),
     [
-        ([2.3, CHANCE - 0.001], "at chance"),
-        ([2.3, CHANCE - 0.003, 2.9], None),
-        ([1.0, float("nan")], "diverged"),
-        ([2.3, float("inf")], "diverged"),
+        ([2.3, 2.2], 0.129, "at chance"),  # an error is 0.015
+        ([2.3, 2.2], 0.131, None),
+        ([1.0, float("nan")], 0.5, "diverged"),
+        ([2.3, float("inf")], 0.5, "diverged"),
     ],
 )
-def test_a_seed_fails_by_its_validation_loss(losses, why):
-    assert seeds.failure(result(0, *losses)) == why
+def test_a_seed_fails_by_its_losses_or_its_accuracy(losses, accuracy, why):
+    assert failure(result(0, *losses, accuracy=accuracy)) == why
+
+
+def test_a_test_decides_where_there_was_one():
+    test = {"accuracy": 0.2, "samples": 400, "floors": {"majority": 0.18}}
+    assert failure(result(0, 1.0) | {"test": test}) == "at chance"
 
 
 def test_a_run_that_only_denoises_is_not_at_chance():
     one = result(0, 1.0)
     one["fit"] = {"history": [{"val_denoise_loss": 3.0}]}
-    assert seeds.failure(one) is None
+    assert failure(one) is None
     one["fit"]["history"].append({"val_denoise_loss": float("nan")})
-    assert seeds.failure(one) == "diverged"
+    assert failure(one) == "diverged"
 
 
 def test_failed_seeds_are_stated_and_the_others_go_on(tmp_path, monkeypatch):
@@ -132,4 +137,4 @@ def test_a_run_that_diverges_ends_and_says_so(data, tmp_path):
         result = runs.fit("listops", data, recipe, "linear", tmp_path / "a", workers=0)
     assert result["fit"]["steps"] == 5
     assert result["fit"]["finished"]
-    assert seeds.failure(result) == "diverged"
+    assert failure(result) == "diverged"

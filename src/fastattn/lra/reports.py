@@ -17,8 +17,8 @@ from fastattn.lra.tasks import TASKS
 _OURS = """\
 One row is one configuration: mixer, recipe, data, device. Accuracies are in percent, of the best \
 checkpoint; with several seeds they are the mean ± the sample standard deviation over those that \
-have one. A seed has failed when it has no result, or none more than two standard errors above the \
-best constant label (the floor "majority").
+have one. A seed has failed when it has no result, diverged, or is at chance: not more than two \
+standard errors above the best constant label (the floor "majority").
 """
 _THEIRS = """\
 Figures of others, from the source in each row, in percent. They are on the public data and differ \
@@ -140,7 +140,7 @@ def summary(results: Sequence[Result]) -> Table:
     for group in groups.values():
         first = next((result for result in group if result.test is not None), group[0])
         states = Counter(result.state for result in group)
-        failed = [str(result.seed) for result in group if result.failed]
+        failed = [str(result.seed) for result in group if result.failure]
         rows.append(
             (
                 first.mixer,
@@ -177,7 +177,7 @@ def every_run(results: Sequence[Result], directory: Path) -> Table:
             result.protocol,
             result.origin,
             result.seed,
-            "yes" if result.failed else "no",
+            result.failure or "no",
             result.state,
             result.test,
             result.validation,

@@ -19,6 +19,7 @@ from fastattn.lra.tasks import TASKS
 
 # what a validation says, unless the run classifies nothing
 CURVES = {"train_loss", "val_loss", "val_accuracy"}
+_LOSSES = ("val_loss", "val_denoise_loss")
 # what a run takes from its data, or what is told elsewhere
 _OF_THE_RUN = {"name", "task", "mixer", "phases", "max_length", "warmup", "validate_every"}
 _OF_THE_RUN |= {"seed", "stop_at"}
@@ -65,12 +66,9 @@ class Result:
         return self.validation if self.test is None else self.test
 
     @property
-    def failed(self) -> bool:
-        """Whether it has no result, or diverged, or is no better than a constant label by luck."""
-        if self.accuracy is None:
-            return not self.history  # a run that classifies nothing has not failed
-        diverged = not all(math.isfinite(entry.get("val_loss", 0.0)) for entry in self.history)
-        return diverged or at_floor(self.accuracy, self.floors["majority"], self.samples)
+    def failure(self) -> str | None:
+        """As :func:`failure` says."""
+        return failure(self.content)
 
     @property
     def key(self) -> str:
@@ -79,6 +77,29 @@ class Result:
         other = None if test.get("data_of_the_run", True) else test.get("fingerprint")
         shown = (self.protocol, self.origin, self.device, data["fingerprints"], other)
         return configuration(self.content, *shown)
+
+
+def failure(content: dict[str, Any]) -> str | None:
+    """Why a run counts as failed: "no result", "diverged", "at chance", or None.
+
+    Args:
+        content: Of its result.json. It diverged if a validation loss is no number, and is at chance
+            if its accuracy, of the test or else of the best checkpoint's validation, is not more
+            than two standard errors above the best constant label (the floor "majority"). One that
+            classifies nothing has no chance to be at.
+    """
+    fit, test = content.get("fit", {}), content.get("test")
+    history = fit.get("history", [])
+    measured = (x for entry in history for key, x in entry.items() if key in _LOSSES)
+    if not all(map(math.isfinite, measured)):
+        return "diverged"
+    seen = content["data"] if test is None else test
+    accuracy = fit.get("best", {}).get("val_accuracy") if test is None else test["accuracy"]
+    if accuracy is None:
+        return None if history else "no result"
+    samples = content["data"]["samples"]["val"] if test is None else test["samples"]
+    floors = seen.get("floors", content["floors"])
+    return "at chance" if at_floor(accuracy, floors["majority"], int(samples)) else None
 
 
 def read_result(path: Path) -> Result:

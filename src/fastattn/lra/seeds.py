@@ -11,8 +11,8 @@ from typing import Any
 
 from fastattn.lra.analysis import mean_and_spread
 from fastattn.lra.recipe import Recipe
+from fastattn.lra.results import failure
 from fastattn.lra.runs import evaluate, fit, write
-from fastattn.lra.train import CHANCE
 
 _DENOISING = "val_denoise_loss"
 _MEASURES = ("val_accuracy", _DENOISING, "test_accuracy")
@@ -31,7 +31,7 @@ def fit_seeds(
 ) -> dict[str, Any]:
     """Train with one seed after another, into ``out/seed-0`` and so on.
 
-    A seed that fails, at chance or with a loss that is no number, is stated, and the others go on.
+    A seed that fails (:func:`fastattn.lra.results.failure`) is stated, and the others go on.
 
     Args:
         task_name, data_dir, recipe, mixer, options: As in :func:`fastattn.lra.runs.fit`.
@@ -63,22 +63,6 @@ def evaluate_seeds(out: Path, *arguments: Any, **options: Any) -> dict[str, Any]
     for run in _runs(out):
         evaluate(run, *arguments, **options)
     return _summarise(out)
-
-
-def failure(result: dict[str, Any]) -> str | None:
-    """Why a run counts as failed: "diverged", "at chance", or None.
-
-    At chance is a run whose validation loss was never more than ``CHANCE`` nats below that of
-    guessing from how often each label occurs in the validation set.
-    """
-    history = result["fit"]["history"]
-    measured = (entry.items() for entry in history)
-    losses = [x for items in measured for key, x in items if key in ("val_loss", _DENOISING)]
-    if not all(map(math.isfinite, losses)):
-        return "diverged"
-    found = [entry["val_loss"] for entry in history if "val_loss" in entry]
-    chance = result["chance"]["how often each label occurs"]
-    return "at chance" if found and min(found) >= chance - CHANCE else None
 
 
 def _runs(out: Path) -> list[Path]:
