@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_said():
         "channels must be at least 1": lambda: LongConv(0, 3),
         "taps must be at least 1": lambda: LongConv(3, 0),
         "squash must be at least 0": lambda: LongConv(3, 3, squash=-1.0),
-        "backend must be one of": lambda: LongConv(3, 3, backend="triton"),
+        "backend must be one of": lambda: LongConv(3, 3, backend="cufft"),
         "must divide channels = 3": lambda: ToeplitzMix(3, 3, independent=2),
         r"x must be \(b, n, 3\)": lambda: LongConv(3, 3)(torch.zeros(2, 4)),
         "made for 3": lambda: ToeplitzMix(3, 3)(torch.zeros(2, 4, 3)),

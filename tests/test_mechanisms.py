@@ -428,8 +428,10 @@ def test_an_encoder_in_eval_really_calls_it(make, counter, device, padded, norm_
     assert torch.equal(*outputs)
     model.requires_grad_(False)
     counter.calls = 0
-    assert torch.equal(model(x, src_key_padding_mask=pad), outputs[1]) or autocast
+    frozen = model(x, src_key_padding_mask=pad)
     assert counter.calls == 2
+    if not autocast:  # matmul of weights that need no gradient may be another product of torch's
+        torch.testing.assert_close(frozen, outputs[1])
 
 
 @needs_causal

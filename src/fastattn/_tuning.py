@@ -34,7 +34,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
 def linear_attention_splits(rows: int, device: torch.device) -> int:
     """Into how many splits each of ``rows`` sequences is cut: two programs a multiprocessor.
 
@@ -148,7 +147,6 @@ def favor_chunk(d: int, e: int, dtype: torch.dtype) -> int:
     return 32 if max(d, e) <= 64 else 16
 
 
-@cache
 def favor_causal_splits(programs: int, device: torch.device) -> int:
     """Into how many splits a sequence is cut where its states are summed, one after the other."""
     return max(1, min(64, multiprocessors(device) // max(programs, 1)))
