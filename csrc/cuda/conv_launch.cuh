@@ -1,6 +1,8 @@
 // The kernels of conv.cuh for one length of transform, and how they are launched.
 #pragma once
 
+#include <algorithm>
+
 #include "conv.cuh"
 #include "plans.h"
 
@@ -18,17 +20,37 @@ constexpr int HERE = shared_of(__CUDA_ARCH__);
 constexpr int HERE = 227 * 1024;
 #endif
 
-// What a block has: groups of threads for four warps, or one group. Beside the row are arrays of N
-// numbers: the spectrum of the taps; of gradients the sum over samples, the inputs, and that
-// spectrum. The first is in registers where threads have room for three times their numbers and
-// what else they need; others that would leave less room than for AT_ONCE blocks are in a
-// workspace, one for every block that runs.
-template <class P, bool BACKWARD, int SHARED>
+// The barrier of a group of threads.
+template <bool IN_A_WARP>
+struct Sync {
+  DEVICE void operator()() const {
+    if (IN_A_WARP)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+};
+
+// What a block has: groups of threads for four warps, or one group. Where channels are side by side
+// instead of a row's numbers, more groups, lanes having one channel each, so that they read whole
+// sectors; what one has in shared memory begins so far behind the other's that those of a half of a
+// warp are in different banks.
+//
+// Beside the row are arrays of N numbers: the spectrum of the taps; of gradients the sum over
+// samples, the inputs, and that spectrum. The first is in registers where threads have room for
+// three times their numbers and what else they need; others that would leave less room than for
+// AT_ONCE blocks are in a workspace, one for every block that runs.
+template <class P, bool BACKWARD, bool UNIT, int SHARED>
 struct Block {
-  static constexpr int GROUPS = P::T < 64 ? 128 / P::T : 1, THREADS = GROUPS * P::T;
+  static constexpr int LANES = 512 / P::T < 16 ? 512 / P::T : 16;
+  static constexpr int GROUPS = !UNIT ? LANES : P::T < 64 ? 128 / P::T : 1;
+  static constexpr int THREADS = GROUPS * P::T;
   static constexpr int AT_ONCE = (BACKWARD ? P::BACKWARD : P::FORWARD) / THREADS;
   static constexpr bool HELD = 65536 / (AT_ONCE * THREADS) >= 7 * P::E;
-  static constexpr int ROW = Row<P>::MEMORY, ALL = (BACKWARD ? 3 : 1) - HELD;
+  static constexpr int ROW = Row<P>::MEMORY + (UNIT ? 0 : 16 / GROUPS);
+  static constexpr int ALL = (BACKWARD ? 3 : 1) - HELD;
+  static_assert(UNIT || Row<P>::MEMORY % 16 == 0);
+  using Barrier = Sync<UNIT && P::T <= 32>;
   static ANYWHERE int blocks_with(int arrays) {
     return (SHARED + 1024) / (GROUPS * (ROW + arrays * P::N) * 8 + 1024);
   }
@@ -43,9 +65,16 @@ struct Block {
   static constexpr int EACH = ROW + SHARES * P::N;  // float2 of a group
   static constexpr int BYTES = GROUPS * EACH * 8;
 
-  // One of the arrays, of the group whose shared memory this is.
+  int group, t;
+  float2 *memory, *workspace;
+  DEVICE Block(float2 *shared, float2 *workspace)
+      : group(UNIT ? threadIdx.x / P::T : threadIdx.x % GROUPS),
+        t(UNIT ? threadIdx.x % P::T : threadIdx.x / GROUPS),
+        memory(shared + group * EACH),
+        workspace(workspace) {}
+
   template <int WHICH>
-  static DEVICE auto numbers(float2 *memory, float2 *workspace, int group) {
+  DEVICE auto numbers() const {
     constexpr int AT = WHICH - HELD;
     if constexpr (AT < 0) {
       return InRegisters<P>();
@@ -56,26 +85,25 @@ struct Block {
       return InMemory<P>{workspace + (of * ELSEWHERE + AT - SHARES) * P::N};
     }
   }
-};
 
-// The barrier of a group of threads.
-template <class P>
-struct Sync {
-  DEVICE void operator()() const {
-    if (P::T <= 32)
-      __syncwarp();
-    else
-      __syncthreads();
+  // f(channel, slice) for everything that the block has to do.
+  template <class F>
+  DEVICE void for_each_item(const fa_conv_shape &shape, F f) const {
+    const int64_t tiles = (shape.channels + GROUPS - 1) / GROUPS;
+    for (int64_t item = blockIdx.x; item < tiles * shape.slices; item += gridDim.x) {
+      f(item % tiles * GROUPS + group, item / tiles);
+      Barrier()();
+    }
   }
 };
 
 // A sum over a group of threads, for its first, by way of its shared memory.
-template <class P>
+template <class P, class Barrier>
 struct Add {
   float2 *memory;
   int t;
   DEVICE float operator()(float x) const {
-    Sync<P> sync;
+    Barrier sync;
     sync();
     memory[t].x = x;
     sync();
@@ -87,38 +115,32 @@ struct Add {
   }
 };
 
+template <class P, bool BACKWARD, bool UNIT>
+using Here = Block<P, BACKWARD, UNIT, HERE>;
+
 template <class P, class T, bool UNIT>
-__global__ void __launch_bounds__(Block<P, false, HERE>::THREADS, Block<P, false, HERE>::AT_ONCE)
+__global__ void __launch_bounds__(Here<P, false, UNIT>::THREADS, Here<P, false, UNIT>::AT_ONCE)
     convolve_kernel(const __grid_constant__ Convolution a) {
   extern __shared__ float2 shared[];
-  using B = Block<P, false, HERE>;
-  const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
-  float2 *memory = shared + group * B::EACH;
-  auto spectrum = B::template numbers<0>(memory, a.workspace, group);
-  const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
-  for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
-    convolve<P, T, UNIT>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, spectrum,
-                         Sync<P>());
-    Sync<P>()();
-  }
+  using B = Here<P, false, UNIT>;
+  const B at(shared, a.workspace);
+  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
+    convolve<P, T, UNIT>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
+                         typename B::Barrier());
+  });
 }
 
 template <class P, class T, bool UNIT>
-__global__ void __launch_bounds__(Block<P, true, HERE>::THREADS, Block<P, true, HERE>::AT_ONCE)
+__global__ void __launch_bounds__(Here<P, true, UNIT>::THREADS, Here<P, true, UNIT>::AT_ONCE)
     gradient_kernel(const __grid_constant__ Gradient a) {
   extern __shared__ float2 shared[];
-  using B = Block<P, true, HERE>;
-  const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
-  float2 *memory = shared + group * B::EACH;
-  auto sum = B::template numbers<0>(memory, a.workspace, group);
-  auto input = B::template numbers<1>(memory, a.workspace, group);
-  auto spectrum = B::template numbers<2>(memory, a.workspace, group);
-  const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
-  for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
-    gradients<P, T, UNIT>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, sum, input,
-                          spectrum, Sync<P>(), Add<P>{memory, t});
-    Sync<P>()();
-  }
+  using B = Here<P, true, UNIT>;
+  const B at(shared, a.workspace);
+  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
+    gradients<P, T, UNIT>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
+                          at.template numbers<1>(), at.template numbers<2>(), typename B::Barrier(),
+                          Add<P, typename B::Barrier>{at.memory, at.t});
+  });
 }
 
 // What the host has to know of a device.
@@ -135,16 +157,21 @@ int64_t grid_of(const fa_conv_shape &shape, const Device &device) {
   return items < most ? items : most;
 }
 
-// f(Block) for the block that a device's code has.
-template <class P, bool BACKWARD, class R, class F>
+template <class B>
+struct Tag {
+  using Type = B;
+};
+
+// f(Tag<Block>()) for the block that a device's code has.
+template <class P, bool BACKWARD, bool UNIT, class R, class F>
 R with_block(const Device &device, R none, F f) {
-  auto run = [&](auto block) {
-    if constexpr (decltype(block)::FITS) return f(block);
+  auto run = [&](auto tag) {
+    if constexpr (decltype(tag)::Type::FITS) return f(tag);
     return none;
   };
-  if (device.shared == 227 * 1024) return run(Block<P, BACKWARD, 227 * 1024>());
-  if (device.shared == 163 * 1024) return run(Block<P, BACKWARD, 163 * 1024>());
-  return run(Block<P, BACKWARD, 99 * 1024>());
+  if (device.shared == 227 * 1024) return run(Tag<Block<P, BACKWARD, UNIT, 227 * 1024>>());
+  if (device.shared == 163 * 1024) return run(Tag<Block<P, BACKWARD, UNIT, 163 * 1024>>());
+  return run(Tag<Block<P, BACKWARD, UNIT, 99 * 1024>>());
 }
 
 // An error that is returned is not to be reported once more by who launches next.
@@ -153,11 +180,11 @@ inline cudaError_t taken(cudaError_t error) {
   return error;
 }
 
-template <class P, bool BACKWARD, class Kernel, class Arguments>
+template <class P, bool BACKWARD, bool UNIT, class Kernel, class Arguments>
 cudaError_t start(Kernel kernel, const Arguments &arguments, const Device &device,
                   cudaStream_t stream) {
-  return with_block<P, BACKWARD>(device, cudaErrorInvalidConfiguration, [&](auto block) {
-    using B = decltype(block);
+  return with_block<P, BACKWARD, UNIT>(device, cudaErrorInvalidConfiguration, [&](auto tag) {
+    using B = typename decltype(tag)::Type;
     cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, B::BYTES);
     if (error != cudaSuccess) return taken(error);
@@ -179,6 +206,7 @@ fa_status long_table(int64_t length, float *table);
 template <int N>
 struct Length {
   using P = Short<N>;
+  static constexpr bool ANY_STRIDE = N <= 2048;  // beyond it the caller lays rows out side by side
   static cudaError_t convolve(const Convolution &a, bool unit, const Device &device,
                               cudaStream_t stream);
   static cudaError_t gradients(const Gradient &a, bool unit, const Device &device,
@@ -186,15 +214,20 @@ struct Length {
   // What generation its code was compiled for that runs on the current device.
   static cudaError_t generation(int *arch);
   static bool fits(const Device &device) {
-    return with_block<P, true>(device, false, [](auto) { return true; });
+    return with_block<P, true, true>(device, false, [](auto) { return true; });
   }
+  // Enough for any strides.
   static int64_t workspace(const fa_conv_shape &shape, bool backward, const Device &device) {
-    auto floats = [&](auto block) {
-      using B = decltype(block);
+    auto floats = [&](auto tag) {
+      using B = typename decltype(tag)::Type;
       return grid_of<B>(shape, device) * B::GROUPS * B::ELSEWHERE * N * 2;
     };
-    return backward ? with_block<P, true>(device, (int64_t)0, floats)
-                    : with_block<P, false>(device, (int64_t)0, floats);
+    int64_t most = backward ? with_block<P, true, true>(device, (int64_t)0, floats)
+                            : with_block<P, false, true>(device, (int64_t)0, floats);
+    if constexpr (ANY_STRIDE)
+      most = std::max(most, backward ? with_block<P, true, false>(device, (int64_t)0, floats)
+                                     : with_block<P, false, false>(device, (int64_t)0, floats));
+    return most;
   }
 };
 

@@ -3,18 +3,18 @@
 
 namespace fastattn {
 
-constexpr bool ANY_STRIDE = FA_LENGTH <= 2048;  // beyond it the caller lays rows out side by side
+constexpr bool ANY_STRIDE = Length<FA_LENGTH>::ANY_STRIDE;
 
 template <bool UNIT, class T>
 static cudaError_t convolve_as(const Convolution &a, const Device &device, cudaStream_t stream) {
   using P = Short<FA_LENGTH>;
-  return start<P, false>(convolve_kernel<P, T, UNIT>, a, device, stream);
+  return start<P, false, UNIT>(convolve_kernel<P, T, UNIT>, a, device, stream);
 }
 
 template <bool UNIT, class T>
 static cudaError_t gradients_as(const Gradient &a, const Device &device, cudaStream_t stream) {
   using P = Short<FA_LENGTH>;
-  return start<P, true>(gradient_kernel<P, T, UNIT>, a, device, stream);
+  return start<P, true, UNIT>(gradient_kernel<P, T, UNIT>, a, device, stream);
 }
 
 // f(zero of the type).
@@ -51,8 +51,8 @@ static cudaError_t gradients_of_type(const Gradient &a, bool unit, const Device 
 template <>
 cudaError_t Length<FA_LENGTH>::gradients(const Gradient &a, bool unit, const Device &device,
                                          cudaStream_t stream) {
-  const bool nothing_fits =
-      with_block<P, true>(device, false, [](auto block) { return decltype(block)::SHARES == 0; });
+  const bool nothing_fits = with_block<P, true, true>(
+      device, false, [](auto tag) { return decltype(tag)::Type::SHARES == 0; });
   if (!nothing_fits || !a.dtaps || !(a.du.data || a.dpre.data))
     return gradients_of_type(a, unit, device, stream);
   Gradient of_inputs = a, of_taps = a;

@@ -24,10 +24,6 @@ struct Tile {
         memory(shared + threadIdx.x % COLUMNS * APART) {}
 };
 
-struct BlockSync {
-  DEVICE void operator()() const { __syncthreads(); }
-};
-
 template <class W>
 using TileOf = Tile<typename W::Columns>;
 
@@ -39,12 +35,12 @@ __global__ void __launch_bounds__(TileOf<W>::THREADS, TileOf<W>::AT_ONCE)
   const TileOf<W> at(shared);
   const int64_t rows = a.shape.batch * a.channels, row = blockIdx.y;
   if (row < rows)
-    split_row<W, T>(a, a.u, a.shape.n, a.inputs, row, at.column, at.t, at.memory, BlockSync());
+    split_row<W, T>(a, a.u, a.shape.n, a.inputs, row, at.column, at.t, at.memory, Sync<false>());
   else if (a.dtaps)
     split_row<W, T>(a, a.y, a.shape.out, a.outputs, row - rows, at.column, at.t, at.memory,
-                    BlockSync());
+                    Sync<false>());
   else
-    split_taps<W>(a, row - rows, at.column, at.t, at.memory, BlockSync());
+    split_taps<W>(a, row - rows, at.column, at.t, at.memory, Sync<false>());
 }
 
 template <class W, class T>
@@ -52,7 +48,7 @@ __global__ void __launch_bounds__(TileOf<W>::THREADS, TileOf<W>::AT_ONCE)
     join_kernel(const __grid_constant__ Chunk a) {
   extern __shared__ float2 shared[];
   const TileOf<W> at(shared);
-  join_row<W, T>(a, blockIdx.y, at.column, at.t, at.memory, BlockSync());
+  join_row<W, T>(a, blockIdx.y, at.column, at.t, at.memory, Sync<false>());
 }
 
 template <class W>
@@ -60,7 +56,7 @@ __global__ void __launch_bounds__(TileOf<W>::THREADS, TileOf<W>::AT_ONCE)
     join_taps_kernel(const __grid_constant__ Chunk a) {
   extern __shared__ float2 shared[];
   const TileOf<W> at(shared);
-  join_taps<W>(a, blockIdx.y, at.column, at.t, at.memory, BlockSync());
+  join_taps<W>(a, blockIdx.y, at.column, at.t, at.memory, Sync<false>());
 }
 
 // Groups of threads, each with a row at a time, that have one leaf of all rows, and its turns.
@@ -69,6 +65,7 @@ struct Leaves {
   using P = typename W::Leaf;
   static constexpr int GROUPS = P::T < 64 ? 128 / P::T : 1, THREADS = GROUPS * P::T;
   static constexpr int BYTES = (P::N + GROUPS * Row<P>::MEMORY) * 8;
+  using Barrier = Sync<P::T <= 32>;
   static constexpr int AT_ONCE = 768 / THREADS;  // 80 registers a thread
   int leaf, t;
   int64_t row, step;  // its group's first one, and how far the next is
@@ -91,7 +88,7 @@ __global__ void __launch_bounds__(Leaves<W>::THREADS, Leaves<W>::AT_ONCE)
   extern __shared__ float2 shared[];
   const Leaves<W> at(shared, table);
   transform_leaves<W>(spectra, at.row, at.step, rows, at.leaf, at.turns, table, at.t, at.memory,
-                      Sync<typename W::Leaf>());
+                      typename Leaves<W>::Barrier());
 }
 
 template <class W>
@@ -100,7 +97,7 @@ __global__ void __launch_bounds__(Leaves<W>::THREADS, Leaves<W>::AT_ONCE)
   extern __shared__ float2 shared[];
   const Leaves<W> at(shared, a.table);
   convolve_leaves<W>(a, at.row, at.step, a.shape.batch * a.channels, at.leaf, at.turns, at.t,
-                     at.memory, Sync<typename W::Leaf>());
+                     at.memory, typename Leaves<W>::Barrier());
 }
 
 template <class W>
@@ -109,7 +106,7 @@ __global__ void __launch_bounds__(Leaves<W>::THREADS, Leaves<W>::AT_ONCE)
   extern __shared__ float2 shared[];
   const Leaves<W> at(shared, a.table);
   correlate_leaves<W>(a, at.row, at.step, a.channels, at.leaf, at.turns, at.t, at.memory,
-                      Sync<typename W::Leaf>());
+                      typename Leaves<W>::Barrier());
 }
 
 // kernel<<<grid, threads, bytes>>>(arguments...), unless something failed before.

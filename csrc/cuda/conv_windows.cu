@@ -7,36 +7,27 @@
 namespace fastattn {
 
 template <class P, class T>
-__global__ void __launch_bounds__(Block<P, false, HERE>::THREADS, Block<P, false, HERE>::AT_ONCE)
+__global__ void __launch_bounds__(Here<P, false, true>::THREADS, Here<P, false, true>::AT_ONCE)
     convolve_windows_kernel(const __grid_constant__ Convolution a) {
   extern __shared__ float2 shared[];
-  using B = Block<P, false, HERE>;
-  const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
-  float2 *memory = shared + group * B::EACH;
-  auto spectrum = B::template numbers<0>(memory, a.workspace, group);
-  const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
-  for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
-    convolve_windows<P, T>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, spectrum,
-                           Sync<P>());
-    Sync<P>()();
-  }
+  using B = Here<P, false, true>;
+  const B at(shared, a.workspace);
+  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
+    convolve_windows<P, T>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
+                           typename B::Barrier());
+  });
 }
 
 template <class P, class T>
-__global__ void __launch_bounds__(Block<P, true, HERE>::THREADS, Block<P, true, HERE>::AT_ONCE)
+__global__ void __launch_bounds__(Here<P, true, true>::THREADS, Here<P, true, true>::AT_ONCE)
     correlate_windows_kernel(const __grid_constant__ Gradient a) {
   extern __shared__ float2 shared[];
-  using B = Block<P, true, HERE>;
-  const int group = threadIdx.x / P::T, t = threadIdx.x % P::T;
-  float2 *memory = shared + group * B::EACH;
-  auto sum = B::template numbers<0>(memory, a.workspace, group);
-  auto input = B::template numbers<1>(memory, a.workspace, group);
-  const int64_t tiles = (a.shape.channels + B::GROUPS - 1) / B::GROUPS;
-  for (int64_t item = blockIdx.x; item < tiles * a.shape.slices; item += gridDim.x) {
-    correlate_windows<P, T>(a, item % tiles * B::GROUPS + group, item / tiles, t, memory, sum,
-                            input, Sync<P>());
-    Sync<P>()();
-  }
+  using B = Here<P, true, true>;
+  const B at(shared, a.workspace);
+  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
+    correlate_windows<P, T>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
+                            at.template numbers<1>(), typename B::Barrier());
+  });
 }
 
 // f(plan, zero of the type); windows of other lengths are cudaErrorInvalidValue.
@@ -55,14 +46,14 @@ static cudaError_t by_length_and_type(const fa_conv_shape &s, F f) {
 cudaError_t start_windows(const Convolution &a, const Device &device, cudaStream_t stream) {
   return by_length_and_type(a.shape, [&](auto plan, auto zero) {
     using P = decltype(plan);
-    return start<P, false>(convolve_windows_kernel<P, decltype(zero)>, a, device, stream);
+    return start<P, false, true>(convolve_windows_kernel<P, decltype(zero)>, a, device, stream);
   });
 }
 
 cudaError_t start_windows(const Gradient &a, const Device &device, cudaStream_t stream) {
   return by_length_and_type(a.shape, [&](auto plan, auto zero) {
     using P = decltype(plan);
-    return start<P, true>(correlate_windows_kernel<P, decltype(zero)>, a, device, stream);
+    return start<P, true, true>(correlate_windows_kernel<P, decltype(zero)>, a, device, stream);
   });
 }
 
