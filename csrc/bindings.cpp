@@ -115,27 +115,6 @@ PYBIND11_MODULE(_C, m) {
                                      pointer<float>(workspace), device, pointer<void>(stream));
           });
         });
-  m.def("conv_long_workspace", [](const fa_conv_shape &shape, int64_t channels, bool gradient) {
-    return fa_conv_long_workspace(&shape, channels, gradient);
-  });
-  m.def("conv_long_cuda",
-        [](const fa_conv_shape &shape, Tensor u, Tensor y, uintptr_t taps, uintptr_t table,
-           uintptr_t workspace, int64_t channels, int device, uintptr_t stream) {
-          check([&] {
-            return fa_conv_long_cuda(&shape, tensor(u), tensor(y), pointer<float>(taps),
-                                     pointer<float>(table), pointer<float>(workspace), channels,
-                                     device, pointer<void>(stream));
-          });
-        });
-  m.def("correlate_long_cuda",
-        [](const fa_conv_shape &shape, Tensor u, Tensor y, uintptr_t dtaps, uintptr_t table,
-           uintptr_t workspace, int64_t channels, int device, uintptr_t stream) {
-          check([&] {
-            return fa_correlate_long_cuda(&shape, tensor(u), tensor(y), pointer<float>(dtaps),
-                                          pointer<float>(table), pointer<float>(workspace),
-                                          channels, device, pointer<void>(stream));
-          });
-        });
   m.def("conv_cpu", [](const fa_conv_shape &shape, Tensor u, Tensor pre, Tensor post, Tensor y,
                        uintptr_t taps, uintptr_t skip, int threads) {
     check([&] {

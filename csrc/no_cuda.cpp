@@ -39,16 +39,4 @@ fa_status fa_correlate_cuda(const fa_conv_shape *, fa_tensor, fa_tensor, fa_tens
   return FA_NO_CUDA;
 }
 
-int64_t fa_conv_long_workspace(const fa_conv_shape *, int64_t, int) { return 0; }
-
-fa_status fa_conv_long_cuda(const fa_conv_shape *, fa_tensor, fa_tensor, const float *,
-                            const float *, float *, int64_t, int, void *) {
-  return FA_NO_CUDA;
-}
-
-fa_status fa_correlate_long_cuda(const fa_conv_shape *, fa_tensor, fa_tensor, float *,
-                                 const float *, float *, int64_t, int, void *) {
-  return FA_NO_CUDA;
-}
-
 }  // extern "C"

@@ -39,10 +39,14 @@ static bool does(const fa_conv_shape &s, int64_t length) {
   return s.n <= length && s.out <= length && high < length && low > -length;
 }
 
+static bool is_long(const fa_conv_shape *s) { return long_table_size(s->length) > 0; }
+
 static bool valid(const fa_conv_shape *s) {
   return s->batch > 0 && s->channels > 0 && s->group > 0 && s->channels % s->group == 0 &&
-         s->n > 0 && s->out > 0 && s->count > 0 && s->slices > 0 && s->slices <= s->batch &&
-         s->type >= FA_FLOAT32 && s->type <= FA_FLOAT16 && does(*s, s->length);
+         s->n > 0 && s->out > 0 && s->count > 0 && s->slices > 0 && s->type >= FA_FLOAT32 &&
+         s->type <= FA_FLOAT16 &&
+         (is_long(s) ? s->n <= s->length && s->out <= s->length
+                     : s->slices <= s->batch && does(*s, s->length));
 }
 
 // The same of rows in windows, which a length's plan decides on.
@@ -117,7 +121,7 @@ fa_status fa_conv_longest(int index, int64_t *longest) {
 int64_t fa_conv_length(const fa_conv_shape *shape) {
   for (int64_t length : LENGTHS)
     if (does(*shape, length)) return length;
-  return 0;
+  return long_length(*shape);
 }
 
 int64_t fa_conv_table_size(int64_t length) {
@@ -138,6 +142,7 @@ int64_t fa_conv_workspace(const fa_conv_shape *shape, int backward, int index) {
   if (!(shape->valid ? valid_in_windows(shape) : valid(shape)) ||
       device_of(index, &device) != FA_OK)
     return 0;
+  if (is_long(shape)) return long_workspace(*shape, backward);
   return by_length(shape->length, (int64_t)0,
                    [&](auto of) { return decltype(of)::workspace(*shape, backward, device); });
 }
@@ -163,8 +168,10 @@ fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, f
                    reinterpret_cast<const float4 *>(table),
                    reinterpret_cast<float2 *>(workspace)};
   if (shape->valid) return start_windows(a, device, (cudaStream_t)stream);
+  bool side_by_side = unit({u, pre, post, y});
+  if (is_long(shape))
+    return side_by_side ? (fa_status)start_long(a, (cudaStream_t)stream) : FA_BAD_ARGUMENT;
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    bool side_by_side = unit({u, pre, post, y});
     return (fa_status) decltype(of)::convolve(a, side_by_side, device, (cudaStream_t)stream);
   });
 }
@@ -215,8 +222,12 @@ fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tens
                 dskip,
                 reinterpret_cast<const float4 *>(table),
                 reinterpret_cast<float2 *>(workspace)};
+  bool side_by_side = unit({u, pre, post, dy, du, dpre, dpost});
+  if (is_long(shape)) {
+    if (!side_by_side || dpost.data || dskip) return FA_BAD_ARGUMENT;
+    return (fa_status)start_long(a, (cudaStream_t)stream);
+  }
   return by_length(shape->length, (fa_status)FA_BAD_ARGUMENT, [&](auto of) {
-    bool side_by_side = unit({u, pre, post, dy, du, dpre, dpost});
     return (fa_status) decltype(of)::gradients(a, side_by_side, device, (cudaStream_t)stream);
   });
 }

@@ -198,7 +198,13 @@ cudaError_t start(Kernel kernel, const Arguments &arguments, const Device &devic
 cudaError_t start_windows(const Convolution &a, const Device &device, cudaStream_t stream);
 cudaError_t start_windows(const Gradient &a, const Device &device, cudaStream_t stream);
 
-// Of rows that are longer than one block transforms; 0 and FA_BAD_ARGUMENT for other lengths.
+// Of rows that are longer than one block transforms, shape.slices channels at a time; gradients of
+// inputs, their gate, and taps. Sizes are 0 and statuses FA_BAD_ARGUMENT for other lengths.
+constexpr int64_t MOST_LONG_ROWS = 16383;  // at a time
+cudaError_t start_long(const Convolution &a, cudaStream_t stream);
+cudaError_t start_long(const Gradient &a, cudaStream_t stream);
+int64_t long_workspace(const fa_conv_shape &shape, bool backward);
+int64_t long_length(const fa_conv_shape &shape);
 int64_t long_table_size(int64_t length);
 fa_status long_table(int64_t length, float *table);
 

@@ -8,7 +8,8 @@
 // number j of a leaf is turned by exp(i b j) before it, and after its inverse by exp(-i a j / L).
 //
 // A chunk is some channels side by side, of all samples; its rows are numbered sample by sample.
-// Spectra take the place of what they are made of.
+// Spectra take the place of what they are made of. Gradients of the inputs take that of the
+// outputs' gradients.
 #pragma once
 
 #include "conv.cuh"
@@ -42,15 +43,21 @@ void fill_long_table(float *table) {
 struct Chunk {
   fa_conv_shape shape;  // its length is N
   int64_t channel, channels;
-  fa_tensor u, y;
-  const float *taps;
+  fa_tensor u, pre, post, y;  // y: outputs, or for gradients theirs
+  fa_tensor du, dpre;
+  const float *taps, *skip;
   float *dtaps;  // (all channels, taps)
   const float4 *table;
-  float2 *inputs, *outputs;  // (rows, N)
-  float2 *spectra;           // (rows of taps, or channels where of a gradient, N)
+  float2 *inputs, *outputs;  // (rows, N); outputs for gradients only
+  float2 *spectra;           // (rows of taps, N)
+  float2 *sums;              // (channels, N)
 
   DEVICE int64_t tap_row(int64_t channel_of_chunk) const {
     return (channel + channel_of_chunk) / shape.group - channel / shape.group;
+  }
+  template <class T>
+  DEVICE Line<T, true> line(const fa_tensor &x, int64_t row) const {
+    return Line<T, true>(x, row / channels, channel + row % channels);
   }
 };
 
@@ -69,17 +76,18 @@ DEVICE void store_leaves(const Complex *z, float2 *row, int column, int t) {
     row[leaf_of<P>(t, e) * W::L + column] = make_float2(z[e].re, z[e].im);
 }
 
-// A column of a row of `length` elements, into its leaves.
+// A column of a row of `length` elements, gated, into its leaves.
 template <class W, class T, class Sync>
-DEVICE void split_row(const Chunk &a, const fa_tensor &x, int64_t length, float2 *spectra,
-                      int64_t row, int column, int t, float2 *memory, Sync sync) {
+DEVICE void split_row(const Chunk &a, const fa_tensor &x, const fa_tensor &gate, int64_t length,
+                      float2 *spectra, int64_t row, int column, int t, float2 *memory, Sync sync) {
   using P = typename W::Columns;
-  const Line<T, true> line(x, row / a.channels, a.channel + row % a.channels);
+  const auto line = a.line<T>(x, row), gates = a.line<T>(gate, row);
   Complex z[P::E];
   UNROLL
   for (int e = 0; e < P::E; e++) {
     const int i = column + W::L * Row<P>::index(t, e);
     z[e] = {i < length ? line[i] : 0.f, 0.f};
+    if (gates.there() && i < length) z[e].re *= gates[i];
   }
   Row<P>::template forward<true>(z, memory, a.table, t, sync);
   store_leaves<W>(z, spectra + row * W::N, column, t);
@@ -180,29 +188,57 @@ DEVICE void convolve_leaves(const Chunk &a, int64_t row, int64_t step, int64_t e
   }
 }
 
-// One leaf of the gradients of the taps of channels `channel`, `channel` + `step` and so on.
-template <class W, class Sync>
-DEVICE void correlate_leaves(const Chunk &a, int64_t channel, int64_t step, int64_t end, int leaf,
-                             const float2 *turns, int t, float2 *memory, Sync sync) {
+// One leaf of channels `channel`, `channel` + `step` and so on below `end`: of the gradients of
+// inputs, in the place of those of outputs, and of the taps, where they are wanted.
+template <class W, class Sum, class Numbers, class Sync>
+DEVICE void gradients_of_leaves(const Chunk &a, int64_t channel, int64_t step, int64_t end,
+                                int leaf, const float2 *turns, int t, float2 *memory, Sum sum,
+                                Numbers input, Sync sync) {
   using P = typename W::Leaf;
-  const float sign = a.shape.mirrored ? -1.f : 1.f;
+  const bool of_input = a.du.data || a.dpre.data, mirrored = a.shape.mirrored;
+  Complex x[P::E];
   for (; channel < end; channel += step) {
-    Complex sum[P::E];
-    UNROLL
-    for (int e = 0; e < P::E; e++) sum[e] = {0.f, 0.f};
-    for (int64_t b = 0; b < a.shape.batch; b++) {
-      const int64_t at = ((b * a.channels + channel) * W::C + leaf) * W::L + t;
+    const float2 *taps = a.spectra + (a.tap_row(channel) * W::C + leaf) * W::L;
+    if (a.dtaps) {
       UNROLL
-      for (int e = 0; e < P::E; e++) {
-        const Complex u = number(a.inputs, at + e * P::T), y = number(a.outputs, at + e * P::T);
-        const Complex product = conjugate_times(u, y);
-        sum[e].re += product.re, sum[e].im += product.im;
+      for (int e = 0; e < P::E; e++) sum.put(e, t, {0.f, 0.f});
+    }
+    for (int b = 0; b < a.shape.batch; b++) {
+      const int64_t at = ((b * a.channels + channel) * W::C + leaf) * W::L;
+      if (a.dtaps) {
+        transform_leaf<W>(x, a.inputs + at, turns, a.table, t, memory, sync);
+        UNROLL
+        for (int e = 0; e < P::E; e++) input.put(e, t, x[e]);
+        sync();
+      }
+      transform_leaf<W>(x, a.outputs + at, turns, a.table, t, memory, sync);
+      if (a.dtaps) {
+        UNROLL
+        for (int e = 0; e < P::E; e++) {
+          Complex product = conjugate_times(input.get(e, t), x[e]), total = sum.get(e, t);
+          sum.put(e, t, {total.re + product.re, total.im + product.im});
+        }
+      }
+      if (of_input) {
+        UNROLL
+        for (int e = 0; e < P::E; e++) {
+          const Complex k = number(taps, e * P::T + t);
+          x[e] = mirrored ? times(k, x[e]) : conjugate_times(k, x[e]);
+        }
+        restore_leaf<W>(x, a.outputs + at, turns, a.table, t, memory, sync);
+      } else {
+        sync();
       }
     }
-    UNROLL
-    for (int e = 0; e < P::E; e++) sum[e] = {sum[e].re / W::N, sign * sum[e].im / W::N};
-    restore_leaf<W>(sum, a.spectra + (channel * W::C + leaf) * W::L, turns, a.table, t, memory,
-                    sync);
+    if (a.dtaps) {
+      sync();
+      UNROLL
+      for (int e = 0; e < P::E; e++) {
+        const Complex total = sum.get(e, t);
+        x[e] = {total.re / W::N, mirrored ? -total.im / W::N : total.im / W::N};
+      }
+      restore_leaf<W>(x, a.sums + (channel * W::C + leaf) * W::L, turns, a.table, t, memory, sync);
+    }
     sync();
   }
 }
@@ -221,12 +257,42 @@ DEVICE void join_leaves(Complex *z, const float2 *row, int column, const float4 
 template <class W, class T, class Sync>
 DEVICE void join_row(const Chunk &a, int64_t row, int column, int t, float2 *memory, Sync sync) {
   using P = typename W::Columns;
-  const Line<T, true> y(a.y, row / a.channels, a.channel + row % a.channels);
+  const auto u = a.line<T>(a.u, row), pre = a.line<T>(a.pre, row), post = a.line<T>(a.post, row),
+             y = a.line<T>(a.y, row);
   Complex z[P::E];
   join_leaves<W>(z, a.inputs + row * W::N, column, a.table, t, memory, sync);
+  const float skip = a.skip ? a.skip[a.channel + row % a.channels] : 0.f;
   UNROLL
-  for (int e = 0; e < P::E; e++)
-    if (int i = column + W::L * Row<P>::index(t, e); i < a.shape.out) y.put(i, z[e].re);
+  for (int e = 0; e < P::E; e++) {
+    const int i = column + W::L * Row<P>::index(t, e);
+    if (i >= a.shape.out) continue;
+    float value = z[e].re;
+    if (a.skip && i < a.shape.n)
+      value = multiply_add(skip, pre.there() ? pre[i] * u[i] : u[i], value);
+    y.put(i, post.there() ? post[i] * value : value);
+  }
+}
+
+// The same of gradients of inputs and their gate.
+template <class W, class T, class Sync>
+DEVICE void join_gradient(const Chunk &a, int64_t row, int column, int t, float2 *memory,
+                          Sync sync) {
+  using P = typename W::Columns;
+  const auto u = a.line<T>(a.u, row), pre = a.line<T>(a.pre, row), post = a.line<T>(a.post, row),
+             dy = a.line<T>(a.y, row), du = a.line<T>(a.du, row), dpre = a.line<T>(a.dpre, row);
+  Complex z[P::E];
+  join_leaves<W>(z, a.outputs + row * W::N, column, a.table, t, memory, sync);
+  const float skip = a.skip ? a.skip[a.channel + row % a.channels] : 0.f;
+  UNROLL
+  for (int e = 0; e < P::E; e++) {
+    const int i = column + W::L * Row<P>::index(t, e);
+    if (i >= a.shape.n) continue;
+    float value = z[e].re;
+    if (a.skip && i < a.shape.out)
+      value = multiply_add(skip, post.there() ? post[i] * dy[i] : dy[i], value);
+    if (dpre.there()) dpre.put(i, u[i] * value);
+    if (du.there()) du.put(i, pre.there() ? pre[i] * value : value);
+  }
 }
 
 template <class W, class Sync>
@@ -241,7 +307,7 @@ DEVICE void join_taps(const Chunk &a, int64_t channel, int column, int t, float2
     if (i >= 0 && i < s.count && lag > -before && lag < behind) to[i] = x;
   };
   Complex z[P::E];
-  join_leaves<W>(z, a.spectra + channel * W::N, column, a.table, t, memory, sync);
+  join_leaves<W>(z, a.sums + channel * W::N, column, a.table, t, memory, sync);
   UNROLL
   for (int e = 0; e < P::E; e++) {
     const int lag = column + W::L * Row<P>::index(t, e);

@@ -72,6 +72,52 @@ static void compare(const char *what, const Values &got, const std::vector<doubl
   if (!(relative <= 5e-7 * factor) || norm == 0) worst = 1;
 }
 
+// What is expected of a case, as sums in double precision.
+struct Wanted {
+  std::vector<double> y, du, dpre, dpost, dtaps, dskip;
+  Wanted(const Case &c, const Values &u, const Values &pre, const Values &post, const Values &dy,
+         const Values &taps, const Values &skip)
+      : y(c.batch * c.channels * c.out),
+        du(c.batch * c.channels * c.n),
+        dpre(du.size()),
+        dpost(y.size()),
+        dtaps(c.channels * c.count),
+        dskip(c.channels) {
+    for (int64_t row = 0; row < c.batch * c.channels; row++) {
+      int64_t channel = row % c.channels;
+      auto x = [&](int64_t i) {
+        return (double)u[row * c.n + i] * (c.gated ? pre[row * c.n + i] : 1);
+      };
+      auto g = [&](int64_t i) {
+        return (double)dy[row * c.out + i] * (c.gated ? post[row * c.out + i] : 1);
+      };
+      std::vector<double> dx(c.n);
+      for (int64_t i = 0; i < c.out; i++) {
+        double sum = 0;
+        for (int64_t t = 0; t < c.count; t++) {
+          int64_t lag = c.mirrored ? -(c.first + t) : c.first + t, from = i - lag;
+          if (from < 0 || from >= c.n) continue;
+          double tap = taps[channel / c.group * c.count + t];
+          sum += tap * x(from);
+          dx[from] += tap * g(i);
+          dtaps[channel * c.count + t] += x(from) * g(i);
+        }
+        if (c.skip && i < c.n) {
+          sum += skip[channel] * x(i);
+          dx[i] += skip[channel] * g(i);
+          dskip[channel] += x(i) * g(i);
+        }
+        y[row * c.out + i] = sum * (c.gated ? post[row * c.out + i] : 1);
+        dpost[row * c.out + i] = sum * dy[row * c.out + i];
+      }
+      for (int64_t i = 0; i < c.n; i++) {
+        du[row * c.n + i] = dx[i] * (c.gated ? pre[row * c.n + i] : 1);
+        dpre[row * c.n + i] = dx[i] * u[row * c.n + i];
+      }
+    }
+  }
+};
+
 template <class P>
 static void run(Case c) {
   Values table(4 * Table<P>::COUNT);
@@ -84,41 +130,7 @@ static void run(Case c) {
   if (c.gated) pre = normal(rows * c.n), post = normal(rows * c.out);
   if (c.skip) skip = normal(c.channels);
 
-  // what is expected
-  std::vector<double> y(rows * c.out), du(rows * c.n), dpre(rows * c.n), dpost(rows * c.out);
-  std::vector<double> dtaps(c.channels * c.count), dskip(c.channels);
-  for (int64_t row = 0; row < rows; row++) {
-    int64_t channel = row % c.channels;
-    auto x = [&](int64_t i) {
-      return (double)u[row * c.n + i] * (c.gated ? pre[row * c.n + i] : 1);
-    };
-    auto g = [&](int64_t i) {
-      return (double)dy[row * c.out + i] * (c.gated ? post[row * c.out + i] : 1);
-    };
-    std::vector<double> dx(c.n);
-    for (int64_t i = 0; i < c.out; i++) {
-      double sum = 0;
-      for (int64_t t = 0; t < c.count; t++) {
-        int64_t lag = c.mirrored ? -(c.first + t) : c.first + t, from = i - lag;
-        if (from < 0 || from >= c.n) continue;
-        double tap = taps[channel / c.group * c.count + t];
-        sum += tap * x(from);
-        dx[from] += tap * g(i);
-        dtaps[channel * c.count + t] += x(from) * g(i);
-      }
-      if (c.skip && i < c.n) {
-        sum += skip[channel] * x(i);
-        dx[i] += skip[channel] * g(i);
-        dskip[channel] += x(i) * g(i);
-      }
-      y[row * c.out + i] = sum * (c.gated ? post[row * c.out + i] : 1);
-      dpost[row * c.out + i] = sum * dy[row * c.out + i];
-    }
-    for (int64_t i = 0; i < c.n; i++) {
-      du[row * c.n + i] = dx[i] * (c.gated ? pre[row * c.n + i] : 1);
-      dpre[row * c.n + i] = dx[i] * u[row * c.n + i];
-    }
-  }
+  const Wanted want(c, u, pre, post, dy, taps, skip);
 
   // what the kernels make
   fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n,  c.out,    c.first,
@@ -181,20 +193,20 @@ static void run(Case c) {
   std::printf("%sN=%d E=%d n=%d out=%d first=%d count=%d%s%s%s:", c.windows ? "windows " : "", P::N,
               P::E, (int)c.n, (int)c.out, (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "",
               c.gated ? " gated" : "", c.skip ? " skip" : "");
-  compare("y", got_y, y);
+  compare("y", got_y, want.y);
   if (c.windows) {
-    compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
+    compare("dtaps", got_dtaps, want.dtaps, 2 * std::sqrt((double)c.batch));
     std::printf("\n");
     return;
   }
-  compare("du", got_du, du);
-  compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
-  if (c.gated) compare("dpre", got_dpre, dpre), compare("dpost", got_dpost, dpost);
-  if (c.skip) compare("dskip", got_dskip, dskip, 100);
+  compare("du", got_du, want.du);
+  compare("dtaps", got_dtaps, want.dtaps, 2 * std::sqrt((double)c.batch));
+  if (c.gated) compare("dpre", got_dpre, want.dpre), compare("dpost", got_dpost, want.dpost);
+  if (c.skip) compare("dskip", got_dskip, want.dskip, 100);
   std::printf("\n");
 }
 
-// Rows whose transform has two parts, against sums in double precision.
+// Rows whose transform has two parts.
 template <class W>
 static void run_long(Case c) {
   constexpr int64_t N = W::N;
@@ -202,31 +214,29 @@ static void run_long(Case c) {
   Values table(4 * W::COUNT);
   fill_long_table<W>(table.data());
   Values u = normal(rows * c.n), dy = normal(rows * c.out), taps = normal(tap_rows * c.count);
-  std::vector<double> y(rows * c.out), dtaps(c.channels * c.count);
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t i = 0; i < c.out; i++)
-      for (int64_t t = 0; t < c.count; t++) {
-        int64_t lag = c.mirrored ? -(c.first + t) : c.first + t, from = i - lag;
-        if (from < 0 || from >= c.n) continue;
-        y[row * c.out + i] +=
-            (double)taps[row % c.channels / c.group * c.count + t] * u[row * c.n + from];
-        dtaps[row % c.channels * c.count + t] += (double)u[row * c.n + from] * dy[row * c.out + i];
-      }
+  Values pre, post, skip;
+  if (c.gated) pre = normal(rows * c.n), post = normal(rows * c.out);
+  if (c.skip) skip = normal(c.channels);
+  const Wanted want(c, u, pre, post, dy, taps, skip);
 
-  fa_conv_shape shape = {c.batch, c.channels, c.group,    c.n, c.out, c.first,
-                         c.count, c.mirrored, FA_FLOAT32, N,   1,     0};
-  Values got(rows * c.out, NAN), got_dtaps(c.channels * c.count, 0);
+  Values y(rows * c.out, NAN), du(rows * c.n, NAN), dpre(c.gated ? rows * c.n : 0),
+      dtaps(c.channels * c.count, 0);
   Chunk a = {};
-  a.shape = shape;
+  a.shape = {c.batch, c.channels, c.group,    c.n, c.out,      c.first,
+             c.count, c.mirrored, FA_FLOAT32, N,   c.channels, 0};
   a.channels = c.channels;
-  a.u = tensor(u, c.channels, c.n), a.y = tensor(got, c.channels, c.out);
-  a.taps = taps.data(), a.dtaps = got_dtaps.data();
+  a.u = tensor(u, c.channels, c.n), a.pre = tensor(pre, c.channels, c.n);
+  a.post = tensor(post, c.channels, c.out), a.y = tensor(y, c.channels, c.out);
+  a.taps = taps.data(), a.skip = c.skip ? skip.data() : nullptr;
   a.table = reinterpret_cast<const float4 *>(table.data());
-  std::vector<float2> inputs(rows * N), outputs(rows * N), spectra(c.channels * N);
+  std::vector<float2> inputs(rows * N), outputs(rows * N), spectra(tap_rows * N),
+      sums(c.channels * N);
   a.inputs = inputs.data(), a.outputs = outputs.data(), a.spectra = spectra.data();
+  a.sums = sums.data();
   using Columns = typename W::Columns;
   using Leaf = typename W::Leaf;
-  std::vector<float2> memory(std::max(Row<Columns>::MEMORY, Row<Leaf>::MEMORY)), turns(W::L);
+  std::vector<float2> memory(std::max(Row<Columns>::MEMORY, Row<Leaf>::MEMORY)), turns(W::L),
+      input(W::L);
   auto columns = [&](int64_t count, auto f) {
     for (int64_t row = 0; row < count; row++)
       for (int column = 0; column < W::L; column++)
@@ -238,42 +248,45 @@ static void run_long(Case c) {
       group(Leaf::T, [&](int t, auto sync, auto) { f(leaf, t, sync); });
     }
   };
-  auto split = [&](fa_tensor x, int64_t length, float2 *to) {
+  auto split = [&](fa_tensor x, fa_tensor gate, int64_t length, float2 *to) {
     columns(rows, [&](int64_t row, int column, int t, auto sync) {
-      split_row<W, float>(a, x, length, to, row, column, t, memory.data(), sync);
+      split_row<W, float>(a, x, gate, length, to, row, column, t, memory.data(), sync);
     });
   };
-  auto transform = [&](float2 *of, int64_t count) {
-    leaves([&](int leaf, int t, auto sync) {
-      transform_leaves<W>(of, 0, 1, count, leaf, turns.data(), a.table, t, memory.data(), sync);
-    });
-  };
-  split(a.u, c.n, a.inputs);
+  split(a.u, a.pre, c.n, a.inputs);
   columns(tap_rows, [&](int64_t row, int column, int t, auto sync) {
     split_taps<W>(a, row, column, t, memory.data(), sync);
   });
-  transform(a.spectra, tap_rows);
   leaves([&](int leaf, int t, auto sync) {
+    transform_leaves<W>(a.spectra, 0, 1, tap_rows, leaf, turns.data(), a.table, t, memory.data(),
+                        sync);
     convolve_leaves<W>(a, 0, 1, rows, leaf, turns.data(), t, memory.data(), sync);
   });
   columns(rows, [&](int64_t row, int column, int t, auto sync) {
     join_row<W, float>(a, row, column, t, memory.data(), sync);
   });
 
-  split(a.u, c.n, a.inputs);
-  split(tensor(dy, c.channels, c.out), c.out, a.outputs);
-  transform(a.inputs, rows);
-  transform(a.outputs, rows);
+  a.y = tensor(dy, c.channels, c.out), a.du = tensor(du, c.channels, c.n);
+  a.dpre = tensor(dpre, c.channels, c.n), a.dtaps = dtaps.data();
+  split(a.u, a.pre, c.n, a.inputs);
+  split(a.y, a.post, c.out, a.outputs);
   leaves([&](int leaf, int t, auto sync) {
-    correlate_leaves<W>(a, 0, 1, c.channels, leaf, turns.data(), t, memory.data(), sync);
+    gradients_of_leaves<W>(a, 0, 1, c.channels, leaf, turns.data(), t, memory.data(),
+                           InRegisters<Leaf>(), InMemory<Leaf>{input.data()}, sync);
+  });
+  columns(rows, [&](int64_t row, int column, int t, auto sync) {
+    join_gradient<W, float>(a, row, column, t, memory.data(), sync);
   });
   columns(c.channels, [&](int64_t channel, int column, int t, auto sync) {
     join_taps<W>(a, channel, column, t, memory.data(), sync);
   });
-  std::printf("long rows of %d by %d, n=%d out=%d first=%d count=%d%s:", W::C, W::L, (int)c.n,
-              (int)c.out, (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "");
-  compare("y", got, y);
-  compare("dtaps", got_dtaps, dtaps, 2 * std::sqrt((double)c.batch));
+  std::printf("long rows of %d by %d, n=%d out=%d first=%d count=%d%s%s%s:", W::C, W::L, (int)c.n,
+              (int)c.out, (int)c.first, (int)c.count, c.mirrored ? " mirrored" : "",
+              c.gated ? " gated" : "", c.skip ? " skip" : "");
+  compare("y", y, want.y);
+  compare("du", du, want.du);
+  compare("dtaps", dtaps, want.dtaps, 2 * std::sqrt((double)c.batch));
+  if (c.gated) compare("dpre", dpre, want.dpre);
   std::printf("\n");
 }
 
@@ -299,10 +312,10 @@ int main() {
   run<Short<256>>({1, 1, 1, 700, 700, -255, 511, false, false, false, 1, true});
   run<Short<1024>>({1, 2, 1, 5000, 5000, 0, 64, false, true, true, 2, true});
   run<Short<4096>>({1, 1, 1, 20000, 20000, 0, 1000, false, false, true, 1, true});
-  run_long<LongPlan<128, 128>>({2, 2, 2, 16384, 16384, 0, 100, false});
-  run_long<LongPlan<128, 128>>({1, 1, 1, 9000, 9000, -8999, 17999, false});
-  run_long<LongPlan<128, 256>>({1, 1, 1, 12000, 20000, -3000, 9001, true});
-  run_long<LongPlan<256, 128>>({1, 1, 1, 20000, 12000, 30, 25000, false});
+  run_long<LongPlan<128, 128>>({2, 2, 2, 16384, 16384, 0, 100, false, true, true, 1});
+  run_long<LongPlan<128, 128>>({1, 2, 1, 9000, 9000, -8999, 17999, false, false, true, 1});
+  run_long<LongPlan<128, 256>>({1, 1, 1, 12000, 20000, -3000, 9001, true, true, false, 1});
+  run_long<LongPlan<256, 128>>({1, 1, 1, 20000, 12000, 30, 25000, false, false, false, 1});
   std::printf(worst ? "WRONG\n" : "right\n");
   return worst ? 1 : 0;
 }

@@ -33,7 +33,8 @@ typedef struct {
   int mirrored;
   fa_type type;   /* of inputs, outputs and gates */
   int64_t length; /* of the transform: fa_conv_length, or another that it may return */
-  int64_t slices; /* that the samples, or windows, are cut into, for one block each */
+  int64_t slices; /* that the samples, or windows, are cut into, for one block each; of long rows on
+                     a GPU, how many channels are worked on at a time */
   int64_t valid;  /* 0, and a row is one transform; or see fa_conv_valid */
 } fa_conv_shape;
 
@@ -64,7 +65,11 @@ fa_status fa_conv_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, f
 
 /* Gradients of all of it: du, dpre, dpost like u, pre, post, or absent; dtaps: (slices, channels,
  * count) and dskip: (slices, channels), to be summed over what shares them, or NULL. Rows of more
- * than 2048 have to be contiguous, here and above. */
+ * than 2048 have to be contiguous, here and above.
+ *
+ * Long rows are those whose length is from 32768 to 4194304: lags may be of any length, samples
+ * times slices are at most 16383, there is no dpost and no dskip, and dtaps is (channels, count),
+ * where taps that reach nothing stay. */
 fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre,
                                 fa_tensor post, fa_tensor dy, fa_tensor du, fa_tensor dpre,
                                 fa_tensor dpost, const float *taps, const float *skip, float *dtaps,
@@ -76,18 +81,6 @@ fa_status fa_conv_backward_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tens
 fa_status fa_correlate_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor pre, fa_tensor post,
                             fa_tensor dy, float *dtaps, const float *table, float *workspace,
                             int device, void *stream);
-
-/* Of rows longer than a block transforms, without gates and skip; rows have to be contiguous.
- * `length` is a power of two from 32768 to 4194304, not below inputs and outputs; lags may be of
- * any length. They are worked on some channels at a time, of all samples: at most 32767 rows. dtaps
- * is (channels, count), where taps that reach nothing stay. */
-int64_t fa_conv_long_workspace(const fa_conv_shape *shape, int64_t channels, int gradient);
-fa_status fa_conv_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y, const float *taps,
-                            const float *table, float *workspace, int64_t channels, int device,
-                            void *stream);
-fa_status fa_correlate_long_cuda(const fa_conv_shape *shape, fa_tensor u, fa_tensor y, float *dtaps,
-                                 const float *table, float *workspace, int64_t channels, int device,
-                                 void *stream);
 
 /* The whole on a CPU, for lengths that are any power of two not below n and out and above every
  * lag; without table and workspace. They allocate, and know the roots of lengths before. Slices are

@@ -12,11 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import _autograd, _native, _tuning
-from fastattn.ops.fft_conv_launch import TYPES, address, at, longest_fused, resolved, table_of
-from fastattn.ops.fft_conv_long import MOST_ROWS, convolve_long
+from fastattn.ops.fft_conv_launch import (
+    TYPES,
+    address,
+    at,
+    longest_fused,
+    longest_fused_on,
+    resolved,
+    table_of,
+)
 from fastattn.ops.fft_conv_torch import Lags, gradients, lap
 
 LONGEST = 1 << 22  # inputs of a row
+SHORTEST_LONG = 1 << 15  # of transforms on a GPU of rows longer than a block transforms
+MOST_LONG_ROWS = 16383  # of those at a time
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "fft_conv(Tensor u, Tensor taps, Tensor? skip, Tensor? pre, Tensor? post, SymInt first, "
@@ -41,8 +50,9 @@ def refusal(u: Tensor, lags: Lags, taps: int) -> str | None:
         fused = longest_fused(u.device)
         if isinstance(fused, str):
             return fused
-        if longest > fused and u.shape[0] > MOST_ROWS and not _is_cut(lags, taps, device):
-            reason = f"it has at most {MOST_ROWS} samples of rows longer than {fused}"
+        too_long = _most(lags, taps) > fused and not _is_cut(lags, taps, device)
+        if too_long and u.shape[0] > MOST_LONG_ROWS:
+            reason = f"it has at most {MOST_LONG_ROWS} samples of rows longer than {fused}"
     return reason
 
 
@@ -100,10 +110,6 @@ def convolve(
         one = lap(taps, lags)
         one = F.pad(one, (0, lags.n - one.shape[1]))
         taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
-    count, device = taps.shape[1], u.device.type
-    too_long = device == "cuda" and _most(lags, count) > longest_fused(u.device)
-    if too_long and not _is_cut(lags, count, device):
-        return convolve_long(u, taps, lags, skip, pre, post)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
     if not _autograd.needs_gradient(*(x for x in given if x is not None)):
@@ -194,9 +200,19 @@ def _shape(u: Tensor, taps: Tensor, lags: Lags, backward: bool = False) -> Any:
         shape.length = _length(lags, count) if on_cpu else part.conv_length(shape)
     if on_cpu:
         shape.slices = part.conv_cpu_slices(shape, torch.get_num_threads())
+    elif not shape.valid and shape.length > longest_fused_on(u.device):
+        shape.length = max(SHORTEST_LONG, 1 << (max(lags.n, lags.out) - 1).bit_length())
+        shape.slices = 1
+        most = _tuning.fft_conv_workspace() // part.conv_workspace(shape, backward, u.device.index)
+        shape.slices = max(1, min(c, MOST_LONG_ROWS // b, most))
     else:
         shape.slices = _tuning.fft_conv_slices(rows, c, shape.length, backward, u.device)
     return shape
+
+
+def _is_long(shape: Any, x: Tensor) -> bool:
+    """Whether rows have no kernel of their own, but one for some channels at a time."""
+    return x.device.type == "cuda" and shape.length >= SHORTEST_LONG
 
 
 def _reachable(shape: Any, first: Tensor, *others: Tensor | None) -> list[Any]:
@@ -266,8 +282,9 @@ def _backward(
     grads = _gradients(u, taps, skip, pre, post, wanted)
     lags = Lags(first, u.shape[2], dy.shape[2])
     shape = _shape(u, taps, lags, backward=True)
-    if shape.valid:
-        return _backward_in_windows(dy, u, taps, skip, pre, post, lags, shape, wanted, grads)
+    for holds, other in ((shape.valid, _backward_in_windows), (_is_long(shape, u), _backward_long)):
+        if holds:
+            return other(dy, u, taps, skip, pre, post, lags, shape, wanted, grads)
     c, groups = u.shape[1], taps.shape[0]
     of_rows = [grads[0], grads[3], grads[4]]
     dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
@@ -330,18 +347,57 @@ def _backward_in_windows(
             _native.part().correlate_cuda(*about, *launch)
         torch.sum(each, (0, 2), out=grads[1])
     if wanted[2]:
-        shared = min(lags.n, lags.out)
-        one, other = (
-            x[..., :shared].float()
-            if gate is None
-            else x[..., :shared].float() * gate[..., :shared]
-            for x, gate in ((u, pre), (dy, post))
-        )
-        torch.sum(one * other, (0, 2), out=grads[2])
+        _gradient_of_skip(u, pre, dy, post, grads[2])
     for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
         if made is not x:
             x.copy_(made)
     return grads
+
+
+def _backward_long(
+    dy: Tensor,
+    u: Tensor,
+    taps: Tensor,
+    skip: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+    lags: Lags,
+    shape: Any,
+    wanted: list[bool],
+    grads: list[Tensor],
+) -> list[Tensor]:
+    """Those of inputs, their gate and taps at once; that of the other gate is a convolution."""
+    of_rows = [grads[0], grads[3], grads[4]]
+    dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
+    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    (groups, count), c = taps.shape, u.shape[1]
+    each = taps.new_zeros(c * count if wanted[1] else 0)  # where nothing reaches they stay
+    launch, _ = _cuda(shape, True, u.device)
+    _native.part().conv_backward_cuda(
+        *(shape, at(u), at(pre), at(post), at(dy), at(du), at(dpre), None),
+        *(address(taps), address(skip), address(each), 0, *launch),
+    )
+    if wanted[4]:
+        _run(_shape(u, taps, lags), u, pre, dy, dpost, taps, skip)
+    if wanted[1]:
+        torch.sum(each.view(groups, c // groups, count), 1, out=grads[1])
+    if wanted[2]:
+        _gradient_of_skip(u, pre, dy, post, grads[2])
+    for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
+        if made is not x:
+            x.copy_(made)
+    return grads
+
+
+def _gradient_of_skip(
+    u: Tensor, pre: Tensor | None, dy: Tensor, post: Tensor | None, out: Tensor
+) -> None:
+    shared = min(u.shape[2], dy.shape[2])
+    one, other = (
+        x[..., :shared].float() if gate is None else x[..., :shared].float() * gate[..., :shared]
+        for x, gate in ((u, pre), (dy, post))
+    )
+    torch.sum(one * other, (0, 2), out=out)
 
 
 for _key in ("CUDA", "CPU"):

@@ -42,39 +42,39 @@ class Lags(NamedTuple):
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "fft_conv_convolve(Tensor u, Tensor taps, SymInt first, SymInt out, bool mirrored, "
-    "bool circular, str way) -> Tensor"
+    "bool circular) -> Tensor"
 )
 _lib.define(
     "fft_conv_correlate(Tensor u, Tensor y, SymInt groups, SymInt t, SymInt first, bool mirrored, "
-    "bool circular, str way) -> Tensor"
+    "bool circular) -> Tensor"
 )
 _autograd.one_by_one(_lib, "fft_conv_convolve", "fft_conv_correlate")
 
 
 class Convolve(Function):
-    """Inputs ``(b, c, n)``, taps ``(groups, t)``: outputs ``(b, c, out)``; a way is one of MAPS."""
+    """Inputs ``(b, c, n)``, taps ``(groups, t)``: outputs ``(b, c, out)``."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(u: Tensor, taps: Tensor, lags: Lags, way: str) -> Tensor:
-        about = (lags.first, lags.out, lags.mirrored, lags.circular, way)
+    def forward(u: Tensor, taps: Tensor, lags: Lags) -> Tensor:
+        about = (lags.first, lags.out, lags.mirrored, lags.circular)
         operator = torch.ops.fastattn.fft_conv_convolve.default
         out: Tensor = _autograd.call(operator, _convolve, u, taps, *about)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        u, taps, ctx.lags, ctx.way = inputs
+        u, taps, ctx.lags = inputs
         ctx.save_for_backward(u, taps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         u, taps = ctx.saved_tensors
         of_u, of_taps = ctx.needs_input_grad[:2]
-        du = Convolve.apply(dy, taps, ctx.lags.adjoint, ctx.way) if of_u else None
-        dtaps = Correlate.apply(u, dy, *taps.shape, ctx.lags, ctx.way) if of_taps else None
-        return du, dtaps, None, None
+        du = Convolve.apply(dy, taps, ctx.lags.adjoint) if of_u else None
+        dtaps = Correlate.apply(u, dy, *taps.shape, ctx.lags) if of_taps else None
+        return du, dtaps, None
 
 
 class Correlate(Function):
@@ -83,24 +83,24 @@ class Correlate(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags, way: str) -> Tensor:
-        about = (groups, t, lags.first, lags.mirrored, lags.circular, way)
+    def forward(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags) -> Tensor:
+        about = (groups, t, lags.first, lags.mirrored, lags.circular)
         operator = torch.ops.fastattn.fft_conv_correlate.default
         out: Tensor = _autograd.call(operator, _correlate, u, y, *about)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        u, y, _, _, ctx.lags, ctx.way = inputs
+        u, y, _, _, ctx.lags = inputs
         ctx.save_for_backward(u, y)
 
     @staticmethod
     def backward(ctx: Any, dtaps: Tensor) -> Any:
         u, y = ctx.saved_tensors
         of_u, of_y = ctx.needs_input_grad[:2]
-        du = Convolve.apply(y, dtaps, ctx.lags.adjoint, ctx.way) if of_u else None
-        dy = Convolve.apply(u, dtaps, ctx.lags, ctx.way) if of_y else None
-        return du, dy, None, None, None, None
+        du = Convolve.apply(y, dtaps, ctx.lags.adjoint) if of_u else None
+        dy = Convolve.apply(u, dtaps, ctx.lags) if of_y else None
+        return du, dy, None, None, None
 
 
 def convolved(
@@ -117,7 +117,7 @@ def convolved(
     torch's transforms."""
     wide = taps.dtype
     x = u.to(wide) if pre is None else u.to(wide) * pre.to(wide)
-    y = convolve(x, taps, lags) if convolve else Convolve.apply(x, taps, lags, "torch")
+    y = convolve(x, taps, lags) if convolve else Convolve.apply(x, taps, lags)
     if skip is not None:
         y = y + skip.to(wide).unsqueeze(-1) * F.pad(x, (0, lags.out - lags.n))
     return (y if post is None else y * post.to(wide)).to(u.dtype)
@@ -162,16 +162,10 @@ def correlate(u: Tensor, y: Tensor, groups: int, t: int, lags: Lags) -> Tensor:
     return _from(found, lags.first, t).contiguous()
 
 
-# Of every way there is, the maps behind Convolve and Correlate.
-MAPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "torch": (convolve, correlate)
-}
-
-
 def _convolve(
-    u: Tensor, taps: Tensor, first: int, out: int, mirrored: bool, circular: bool, way: str
+    u: Tensor, taps: Tensor, first: int, out: int, mirrored: bool, circular: bool
 ) -> Tensor:
-    return MAPS[way][0](u, taps, Lags(first, u.shape[2], out, mirrored, circular))
+    return convolve(u, taps, Lags(first, u.shape[2], out, mirrored, circular))
 
 
 def _correlate(
@@ -182,10 +176,9 @@ def _correlate(
     first: int,
     mirrored: bool,
     circular: bool,
-    way: str,
 ) -> Tensor:
     lags = Lags(first, u.shape[2], y.shape[2], mirrored, circular)
-    return MAPS[way][1](u, y, groups, t, lags)
+    return correlate(u, y, groups, t, lags)
 
 
 @torch.library.register_fake("fastattn::fft_conv_convolve", lib=_lib)
