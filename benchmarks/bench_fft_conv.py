@@ -113,10 +113,14 @@ def bench_both_ways(bench, rival, shape, backward):
 
 @PASSES
 @pytest.mark.parametrize("taps", FEW)
-@pytest.mark.parametrize("rival", ["fastattn", "direct"])
+@pytest.mark.parametrize("rival", ["fastattn", "triton", "native", "direct"])
 def bench_few_taps(bench, rival, taps, backward):
+    """The default, and the two that it chooses from: products on tensor cores, windows by FFT."""
+    if rival == "triton" and (taps > 256 or not ON_GPU):
+        pytest.skip("it has at most 256 taps, and no CPU")
     shape = (16, 768, 4096) if ON_GPU else (2, 64, 1024)
-    function = {"fastattn": ops.fft_conv, "direct": direct}[rival]
+    ways = {"fastattn": ops.fft_conv, "direct": direct}
+    function = ways.get(rival) or partial(ops.fft_conv, backend=rival)
     case = {"op": "fft_conv by taps", "sweep": "taps", "taps": taps}
     measure(bench, rival, function, shape, taps, backward, case)
 
