@@ -77,7 +77,7 @@ def test_linear_attention_compiles_for_every_generation():
 def test_favor_compiles_for_every_generation():
     found = compiled(
         "favor",
-        *("bfloat16 d64 m64", "bfloat16 d64 m256", "d256 m512"),
+        *("bfloat16 d64 m64", "bfloat16 d64 m256", "bfloat16 d256 m512", "float32 d256 m512"),
         *("packed", "offset", "causal with", "relu", "step"),
     )
     assert {f["kernel"] for f in found} == {

@@ -48,7 +48,8 @@ def test_any_split_and_single_tokens_give_what_the_recurrence_gives(variant):
         *(x.double() for x in leaves), w, variant=variant, key_padding_mask=mask
     )
     options = {"mask": mask, "variant": variant}
-    for cuts in ((), (70,), (64, 128), (149,), tuple(range(3, 10)), (60, 60)):
+    every = ((64, 128), (60, 60), tuple(range(3, 10)), (), (70,), (149,))
+    for cuts in every if DEVICE == "cuda" else every[:3]:  # the interpreter takes its time
         with torch.no_grad():  # a piece of one token is a step
             out, state = pieces(kernels, leaves, w, cuts, **options)
         assert (out - want).norm() <= 2e-6 * want.norm()

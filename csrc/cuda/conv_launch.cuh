@@ -86,14 +86,16 @@ struct Block {
     }
   }
 
-  // f(channel, slice) for everything that the block has to do.
-  template <class F>
-  DEVICE void for_each_item(const fa_conv_shape &shape, F f) const {
-    const int64_t tiles = (shape.channels + GROUPS - 1) / GROUPS;
-    for (int64_t item = blockIdx.x; item < tiles * shape.slices; item += gridDim.x) {
-      f(item % tiles * GROUPS + group, item / tiles);
-      Barrier()();
-    }
+  // What there is to do: a slice of the samples of as many channels as there are groups, each.
+  static ANYWHERE int64_t tiles(const fa_conv_shape &shape) {
+    return (shape.channels + GROUPS - 1) / GROUPS;
+  }
+  static ANYWHERE int64_t items(const fa_conv_shape &shape) { return tiles(shape) * shape.slices; }
+  DEVICE int64_t channel(const fa_conv_shape &shape, int64_t item) const {
+    return item % tiles(shape) * GROUPS + group;
+  }
+  static DEVICE int64_t slice(const fa_conv_shape &shape, int64_t item) {
+    return item / tiles(shape);
   }
 };
 
@@ -124,10 +126,11 @@ __global__ void __launch_bounds__(Here<P, false, UNIT>::THREADS, Here<P, false, 
   extern __shared__ float2 shared[];
   using B = Here<P, false, UNIT>;
   const B at(shared, a.workspace);
-  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
-    convolve<P, T, UNIT>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
-                         typename B::Barrier());
-  });
+  for (int64_t item = blockIdx.x; item < B::items(a.shape); item += gridDim.x) {
+    convolve<P, T, UNIT>(a, at.channel(a.shape, item), at.slice(a.shape, item), at.t, at.memory,
+                         at.template numbers<0>(), typename B::Barrier());
+    typename B::Barrier()();
+  }
 }
 
 template <class P, class T, bool UNIT>
@@ -136,11 +139,13 @@ __global__ void __launch_bounds__(Here<P, true, UNIT>::THREADS, Here<P, true, UN
   extern __shared__ float2 shared[];
   using B = Here<P, true, UNIT>;
   const B at(shared, a.workspace);
-  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
-    gradients<P, T, UNIT>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
-                          at.template numbers<1>(), at.template numbers<2>(), typename B::Barrier(),
+  for (int64_t item = blockIdx.x; item < B::items(a.shape); item += gridDim.x) {
+    gradients<P, T, UNIT>(a, at.channel(a.shape, item), at.slice(a.shape, item), at.t, at.memory,
+                          at.template numbers<0>(), at.template numbers<1>(),
+                          at.template numbers<2>(), typename B::Barrier(),
                           Add<P, typename B::Barrier>{at.memory, at.t});
-  });
+    typename B::Barrier()();
+  }
 }
 
 // What the host has to know of a device.
@@ -152,7 +157,7 @@ struct Device {
 // How many blocks run: one for every item, or, where they have a workspace, as many as fit.
 template <class B>
 int64_t grid_of(const fa_conv_shape &shape, const Device &device) {
-  int64_t items = (shape.channels + B::GROUPS - 1) / B::GROUPS * shape.slices;
+  int64_t items = B::items(shape);
   int64_t most = B::ELSEWHERE ? (int64_t)device.processors * B::AT_ONCE : (int64_t)INT32_MAX;
   return items < most ? items : most;
 }

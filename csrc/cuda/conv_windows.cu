@@ -12,10 +12,11 @@ __global__ void __launch_bounds__(Here<P, false, true>::THREADS, Here<P, false, 
   extern __shared__ float2 shared[];
   using B = Here<P, false, true>;
   const B at(shared, a.workspace);
-  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
-    convolve_windows<P, T>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
-                           typename B::Barrier());
-  });
+  for (int64_t item = blockIdx.x; item < B::items(a.shape); item += gridDim.x) {
+    convolve_windows<P, T>(a, at.channel(a.shape, item), at.slice(a.shape, item), at.t, at.memory,
+                           at.template numbers<0>(), typename B::Barrier());
+    typename B::Barrier()();
+  }
 }
 
 template <class P, class T>
@@ -24,10 +25,12 @@ __global__ void __launch_bounds__(Here<P, true, true>::THREADS, Here<P, true, tr
   extern __shared__ float2 shared[];
   using B = Here<P, true, true>;
   const B at(shared, a.workspace);
-  at.for_each_item(a.shape, [&](int64_t channel, int64_t slice) {
-    correlate_windows<P, T>(a, channel, slice, at.t, at.memory, at.template numbers<0>(),
-                            at.template numbers<1>(), typename B::Barrier());
-  });
+  for (int64_t item = blockIdx.x; item < B::items(a.shape); item += gridDim.x) {
+    correlate_windows<P, T>(a, at.channel(a.shape, item), at.slice(a.shape, item), at.t, at.memory,
+                            at.template numbers<0>(), at.template numbers<1>(),
+                            typename B::Barrier());
+    typename B::Barrier()();
+  }
 }
 
 // f(plan, zero of the type); windows of other lengths are cudaErrorInvalidValue.
