@@ -409,7 +409,9 @@ def encoder(make, layers=2, **options):
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "autocast"])
-def test_an_encoder_in_eval_really_calls_it(make, counter, device, padded, norm_first, precision):
+def test_an_encoder_in_eval_really_calls_it(
+    name, make, counter, device, padded, norm_first, precision
+):
     autocast = precision == "autocast"
     dtype = torch.float32 if autocast else getattr(torch, precision)
     model = encoder(make, norm_first=norm_first).to(device, dtype)
@@ -430,8 +432,11 @@ def test_an_encoder_in_eval_really_calls_it(make, counter, device, padded, norm_
     counter.calls = 0
     frozen = model(x, src_key_padding_mask=pad)
     assert counter.calls == 2
-    if not autocast:  # matmul of weights that need no gradient may be another product of torch's
-        torch.testing.assert_close(frozen, outputs[1])
+    if not autocast:
+        # seen on a GPU: float32 products with frozen weights are others, where they have no bias
+        differs = name == "linformer" and device == "cuda" and precision == "float32"
+        bound = {} if differs else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(frozen, outputs[1], **bound)
 
 
 @needs_causal

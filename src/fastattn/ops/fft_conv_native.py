@@ -5,7 +5,7 @@ Nothing is kept but the inputs. A second derivative takes the torch path.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -268,6 +268,23 @@ def _run(
         _native.part().conv_cuda(*about, *launch)
 
 
+class _Backward(NamedTuple):
+    """What a backward pass has, laid out as it can be read, and what it is to fill: gradients of
+    u, pre and post, ``of_rows``, and of ``grads`` those of taps and skip."""
+
+    shape: Any
+    lags: Lags
+    dy: Tensor
+    u: Tensor
+    taps: Tensor
+    skip: Tensor | None
+    pre: Tensor | None
+    post: Tensor | None
+    of_rows: list[Tensor]
+    wanted: list[bool]
+    grads: list[Tensor]
+
+
 def _backward(
     dy: Tensor,
     u: Tensor,
@@ -282,19 +299,31 @@ def _backward(
     grads = _gradients(u, taps, skip, pre, post, wanted)
     lags = Lags(first, u.shape[2], dy.shape[2])
     shape = _shape(u, taps, lags, backward=True)
-    for holds, other in ((shape.valid, _backward_in_windows), (_is_long(shape, u), _backward_long)):
-        if holds:
-            return other(dy, u, taps, skip, pre, post, lags, shape, wanted, grads)
-    c, groups = u.shape[1], taps.shape[0]
     of_rows = [grads[0], grads[3], grads[4]]
-    dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
+    dy, u, pre, post, *made = _reachable(shape, dy, u, pre, post, *of_rows)
     taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    fill = _fill_whole
+    if shape.valid:
+        fill = _fill_in_windows
+    elif _is_long(shape, u):
+        fill = _fill_long
+    fill(_Backward(shape, lags, dy, u, taps, skip, pre, post, made, wanted, grads))
+    for x, found in zip(of_rows, made, strict=True):
+        if found is not x:
+            x.copy_(found)
+    return grads
+
+
+def _fill_whole(call: _Backward) -> None:
+    """All at once."""
+    shape, _, dy, u, taps, skip, pre, post, of_rows, wanted, grads = call
+    c, groups = u.shape[1], taps.shape[0]
     each_taps, each_skip = (
         taps.new_empty(shape.slices * c * size if want else 0)
         for size, want in ((taps.shape[1], wanted[1]), (1, wanted[2]))
     )
     about = (
-        *(shape, at(u), at(pre), at(post), at(dy), at(du), at(dpre), at(dpost)),
+        *(shape, at(u), at(pre), at(post), at(dy), *map(at, of_rows)),
         *(address(taps), address(skip), address(each_taps), address(each_skip)),
     )
     if u.device.type == "cpu":
@@ -306,36 +335,19 @@ def _backward(
         torch.sum(each_taps.view(shape.slices, groups, c // groups, -1), (0, 2), out=grads[1])
     if wanted[2]:
         torch.sum(each_skip.view(shape.slices, c), 0, out=grads[2])
-    for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
-        if made is not x:
-            x.copy_(made)
-    return grads
 
 
-def _backward_in_windows(
-    dy: Tensor,
-    u: Tensor,
-    taps: Tensor,
-    skip: Tensor | None,
-    pre: Tensor | None,
-    post: Tensor | None,
-    lags: Lags,
-    shape: Any,
-    wanted: list[bool],
-    grads: list[Tensor],
-) -> list[Tensor]:
+def _fill_in_windows(call: _Backward) -> None:
     """Gradients of what has gates are convolutions with another gate, mirrored but for post's."""
-    of_rows = [grads[0], grads[3], grads[4]]
-    dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
-    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    shape, lags, dy, u, taps, skip, pre, post, of_rows, wanted, grads = call
     back = _shape(dy, taps, lags.adjoint)
     assert back.valid  # it has no more outputs, and the same lags
     if wanted[0]:
-        _run(back, dy, post, pre, du, taps, skip)
+        _run(back, dy, post, pre, of_rows[0], taps, skip)
     if wanted[3]:
-        _run(back, dy, post, u, dpre, taps, skip)
+        _run(back, dy, post, u, of_rows[1], taps, skip)
     if wanted[4]:
-        _run(shape, u, pre, dy, dpost, taps, skip)
+        _run(shape, u, pre, dy, of_rows[2], taps, skip)
     if wanted[1]:
         (groups, count), c = taps.shape, u.shape[1]
         each = taps.new_empty(shape.slices, groups, c // groups, count)
@@ -348,45 +360,24 @@ def _backward_in_windows(
         torch.sum(each, (0, 2), out=grads[1])
     if wanted[2]:
         _gradient_of_skip(u, pre, dy, post, grads[2])
-    for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
-        if made is not x:
-            x.copy_(made)
-    return grads
 
 
-def _backward_long(
-    dy: Tensor,
-    u: Tensor,
-    taps: Tensor,
-    skip: Tensor | None,
-    pre: Tensor | None,
-    post: Tensor | None,
-    lags: Lags,
-    shape: Any,
-    wanted: list[bool],
-    grads: list[Tensor],
-) -> list[Tensor]:
+def _fill_long(call: _Backward) -> None:
     """Those of inputs, their gate and taps at once; that of the other gate is a convolution."""
-    of_rows = [grads[0], grads[3], grads[4]]
-    dy, u, pre, post, du, dpre, dpost = _reachable(shape, dy, u, pre, post, *of_rows)
-    taps, skip = taps.contiguous(), None if skip is None else skip.contiguous()
+    shape, lags, dy, u, taps, skip, pre, post, of_rows, wanted, grads = call
     (groups, count), c = taps.shape, u.shape[1]
     each = taps.new_zeros(c * count if wanted[1] else 0)  # where nothing reaches they stay
     launch, _ = _cuda(shape, True, u.device)
     _native.part().conv_backward_cuda(
-        *(shape, at(u), at(pre), at(post), at(dy), at(du), at(dpre), None),
+        *(shape, at(u), at(pre), at(post), at(dy), *map(at, of_rows[:2]), None),
         *(address(taps), address(skip), address(each), 0, *launch),
     )
     if wanted[4]:
-        _run(_shape(u, taps, lags), u, pre, dy, dpost, taps, skip)
+        _run(_shape(u, taps, lags), u, pre, dy, of_rows[2], taps, skip)
     if wanted[1]:
         torch.sum(each.view(groups, c // groups, count), 1, out=grads[1])
     if wanted[2]:
         _gradient_of_skip(u, pre, dy, post, grads[2])
-    for x, made in zip(of_rows, (du, dpre, dpost), strict=True):
-        if made is not x:
-            x.copy_(made)
-    return grads
 
 
 def _gradient_of_skip(
