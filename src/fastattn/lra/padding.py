@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -30,16 +31,19 @@ class Padding:
             raise ValueError(f"lengths must be on the CPU, they are on {lengths.device}")
         if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= n:
             raise ValueError(f"lengths must be from 1 to n = {n}, got {lengths.tolist()}")
-        mask = torch.arange(n) >= lengths[:, None]
-        cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
-        mask, cu_seqlens = (x.to(device, non_blocking=True) for x in (mask, cu_seqlens))
-        return cls(mask, cu_seqlens, lengths)
+        there = lengths.to(device, non_blocking=True)
+        mask = torch.arange(n, device=device) >= there[:, None]
+        return cls(mask, F.pad(there.cumsum(0), (1, 0)).int(), lengths)
 
     @cached_property
     def packed(self) -> Tensor:
         """Places of the real tokens in the flattened batch, ``(tokens,)`` int64."""
-        real = torch.arange(self.mask.shape[1]) < self.lengths[:, None]
-        return real.flatten().nonzero().squeeze(1).to(self.mask.device, non_blocking=True)
+        rows, n = self.mask.shape
+        total, device = int(self.lengths.sum()), self.mask.device
+        before = torch.arange(rows, device=device) * n - self.cu_seqlens[:-1]  # of padding
+        sizes = self.cu_seqlens.diff()
+        before = before.repeat_interleave(sizes, output_size=total)
+        return before + torch.arange(total, device=device)
 
     @property
     def longest(self) -> int:
