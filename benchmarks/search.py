@@ -82,16 +82,17 @@ def block_sparse(options: argparse.Namespace, n: int) -> Calls:
 def linformer(options: argparse.Namespace, n: int) -> Calls:
     path, (q, k, _, dout) = linformer_triton, normal(options, n, 4)
     proj = torch.randn(options.slots, n, device="cuda").to(q.dtype) / n**0.5
-    slots = path._compress(k, proj, None, options.h)
+    pair = k, proj, k, proj, None
+    slots, _ = path._compress(*pair, options.h)
     scale = options.d**-0.5
     out, lse = path._attend(q, slots, slots, None, scale)
     return {
         "forward": lambda: [
-            path._compress(k, proj, None, options.h),
+            *path._compress(*pair, options.h),
             path._attend(q, slots, slots, None, scale)[0],
         ],
         "backward": lambda: [
-            *path._compress_backward(slots, k, proj, None, True, True),
+            *path._compress_backward(slots, slots, *pair, *(True,) * 4),
             *path._attend_backward(dout, q, slots, slots, None, out, lse, scale),
         ],
     }

@@ -254,8 +254,10 @@ def linformer_calls() -> dict[str, Callable[[], object]]:
         proj = torch.zeros(*((8,) if own else ()), slots, 640, dtype=dtype)
         hidden = torch.zeros(2, 600, dtype=torch.bool) if everything else None
         off = torch.zeros(2, slots, dtype=torch.bool) if everything else None
-        kept = path._compress(k, proj, hidden, 8 if own else 4)
-        path._compress_backward(kept, k, proj, hidden, True, True)
+        for other in ((None, None), (k, proj)):
+            kept, *more = path._compress(k, proj, *other, hidden, 8 if own else 4)
+            dslots = kept, more[0] if more else None
+            path._compress_backward(*dslots, k, proj, *other, hidden, *(True,) * 4)
         out, lse = path._attend(q, kept, kept, off, 0.125)
         path._attend_backward(out, q, kept, kept, off, out, lse, 0.125)
 

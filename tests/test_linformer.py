@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastattn import LinformerAttention, convert, ops, revert, testing
+from fastattn.nn.linformer import _Keys
 from fastattn.nn.linformer_sums import counts, resampled
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -244,12 +245,13 @@ def test_windows_are_means_maxima_and_taps_of_their_valid_tokens():
         ours = make(kind, seq_len=9, slots=3)
         assert counts(3, 3, 5, mask, v.device).tolist() == [[2, 1, 0]]
         of = None if kind == "max" else ours._sum("", v[0], mask)
-        got = ours._compress(v, of, mask)[0, 0]
+        got = ours._compress_heads(v, v, _Keys(mask, of, of, None, False))[1][0, 0]
         torch.testing.assert_close(got[:2], torch.stack(want))
         assert torch.all(got[2] == 0)
     ours = make("conv", seq_len=9, slots=3)
     taps = ours.compress_key
-    got = ours._compress(v, ours._sum("compress_key", v[0], mask), mask)[0, 0]
+    of = ours._sum("compress_key", v[0], mask)
+    got = ours._compress_heads(v, v, _Keys(mask, of, of, None, False))[1][0, 0]
     first = 3 / 2 * (taps[0] * v[0, 0, 0] + taps[1] * v[0, 0, 1])
     torch.testing.assert_close(got[0], first)
     torch.testing.assert_close(got[1], 3 * taps[0] * v[0, 0, 3])

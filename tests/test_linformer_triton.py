@@ -95,7 +95,8 @@ def test_any_layout_in_memory_gives_the_same_and_two_runs_are_bitwise_equal():
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     views += [torch.stack([x, x], 1)[:, 0] for x in (e, f)]
     first = testing.value_and_grads(kernels, [q, k, v, e, f])
-    for other in (views, [q, k, v, e, f]):
+    mixed = [q, views[1], v, e, views[4]]  # keys and values are no pair
+    for other in (views, mixed, [q, k, v, e, f]):
         for a, b in zip(testing.value_and_grads(kernels, other), first, strict=True):
             assert torch.equal(a, b)
 
@@ -117,12 +118,14 @@ def test_the_registered_operators_pass_opcheck():
     e, f = (x.to(DEVICE) for x in projections(case, True))
     mask = torch.rand(case.b, case.s, device=DEVICE) < 0.3
     tests, found = ("test_schema", "test_faketensor"), torch.ops.fastattn
-    for proj, hidden, heads in ((e[0], None, case.h_kv), (f, mask, case.h)):
-        call = (k, proj, hidden, heads)
+    for proj, hidden, heads, pair in ((e[0], None, case.h_kv, False), (f, mask, case.h, True)):
+        other = (k.sin(), proj.cos()) if pair else (None, None)
+        call = (k, proj, *other, hidden, heads)
         torch.library.opcheck(found.linformer_compress.default, call, test_utils=tests)
-        slots = found.linformer_compress(*call)
-        for wanted in ((True, True), (True, False), (False, True)):
-            back = (torch.randn_like(slots), *call[:3], *wanted)
+        slots, *_ = found.linformer_compress(*call)
+        dslots = torch.randn_like(slots), torch.randn_like(slots) if pair else None
+        for wanted in ((True,) * 4, (True, False, False, True), (False, True, True, True)):
+            back = (*dslots, *call[:5], *wanted)
             torch.library.opcheck(found.linformer_compress_backward.default, back, test_utils=tests)
         off = None if hidden is None else torch.rand(case.b, slots.shape[2], device=DEVICE) < 0.3
         call = (q, slots, slots, off, 0.5)

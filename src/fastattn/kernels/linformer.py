@@ -8,7 +8,8 @@ Letters: H query heads, G query heads per head of keys or slots, N queries, S ke
 SLOTS slots; FULL, they fill their tiles. Columns are those of all heads of a sample side by side
 where heads share a projection (OWN is false), else those of one head. Slots are laid out (B, heads,
 SLOTS, width). Rows of a projection that is read begin at multiples of 8, and it has zeros, or
-nothing, behind S up to the next. Logits are to base 2.
+nothing, behind S up to the next. Logits are to base 2. A PAIR is two of a kind, alike in shape and
+strides, in one launch: a short kernel costs less than to launch another.
 """
 
 import triton
@@ -49,9 +50,10 @@ def split_of(length, BLOCK: tl.constexpr):
 
 @launched
 def compress_kernel(
-    x_ptr, proj_ptr, hidden_ptr, share_ptr,
+    x_ptr, proj_ptr, share_ptr, other_x_ptr, other_proj_ptr, other_share_ptr, hidden_ptr,
     x_b, x_h, x_n, p_h, p_k,
     H, G, S, SLOTS, BATCH, TILES,
+    PAIR: tl.constexpr,
     UNIT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -59,13 +61,17 @@ def compress_kernel(
     """H heads come out: of queries if OWN, else of keys; TILES tiles of columns in a sample."""
     pid = tl.program_id(0)
     b, which = (pid // TILES).to(tl.int64), pid % TILES
-    split = tl.program_id(1)
+    split, part, parts = tl.program_id(1), tl.program_id(2), tl.cdiv(SLOTS, BLOCK_K)
+    if PAIR:
+        if part >= parts:
+            part -= parts
+            x_ptr, proj_ptr, share_ptr = other_x_ptr, other_proj_ptr, other_share_ptr
     head = which if OWN else 0
     first = 0 if OWN else which * BLOCK_C
     x, of, at = columns(x_ptr, b, head // G, first, x_b, x_h, WIDTH, BLOCK_C, UNIT, OWN)
     there = at < WIDTH if OWN else of < H
     x_n = x_n // UNIT * UNIT
-    slot = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+    slot = part * BLOCK_K + tl.arange(0, BLOCK_K)
     proj_ptr += head * (p_h // 8 * 8) + slot.to(tl.int64)[:, None] * (p_k // 8 * 8)
     low, high = split_of(S, BLOCK_N)
     columns_there = (S + 7) // 8 * 8
@@ -88,7 +94,13 @@ def compress_kernel(
 
 
 @launched
-def add_kernel(share_ptr, sum_ptr, COUNT, SPLITS, BLOCK: tl.constexpr):
+def add_kernel(
+    share_ptr, sum_ptr, other_share_ptr, other_sum_ptr, COUNT, SPLITS,
+    PAIR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if PAIR:
+        if tl.program_id(1) == 1:
+            share_ptr, sum_ptr = other_share_ptr, other_sum_ptr
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in range(0, SPLITS):

@@ -78,14 +78,17 @@ def grad_slots_kernel(
 
 @launched
 def grad_tokens_kernel(
-    dslots_ptr, proj_ptr, hidden_ptr, dx_ptr,
+    dslots_ptr, proj_ptr, dx_ptr, other_dslots_ptr, other_proj_ptr, other_dx_ptr, hidden_ptr,
     p_h, p_k,
     HKV, G, S, SLOTS, TILES,
-    WIDTH: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
+    PAIR: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dx (B, S, HKV, WIDTH) of dslots (B, heads, SLOTS, WIDTH): if OWN of G heads to each."""
+    if PAIR:
+        if tl.program_id(1) == 1:
+            dslots_ptr, proj_ptr, dx_ptr = other_dslots_ptr, other_proj_ptr, other_dx_ptr
     parts = tl.cdiv(S, BLOCK_N)
     pid = tl.program_id(0) // parts
     b, which = (pid // TILES).to(tl.int64), pid % TILES
@@ -122,15 +125,21 @@ def grad_tokens_kernel(
 
 @launched
 def grad_projection_kernel(
-    x_ptr, dslots_ptr, hidden_ptr, dproj_ptr,
+    x_ptr, dslots_ptr, dproj_ptr, other_x_ptr, other_dslots_ptr, other_dproj_ptr, hidden_ptr,
     x_b, x_h, x_n, p_h, p_k,
     H, G, S, SLOTS, BATCH,
+    PAIR: tl.constexpr,
     UNIT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dslots is (BATCH, H, SLOTS, WIDTH): one head each if OWN, else all heads add to one sum."""
     head = tl.program_id(2)
+    if PAIR:
+        heads = H if OWN else 1
+        if head >= heads:
+            head -= heads
+            x_ptr, dslots_ptr, dproj_ptr = other_x_ptr, other_dslots_ptr, other_dproj_ptr
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import _check
-from fastattn.nn.linformer_sums import Sum, counts, of_softmax, of_windows, resampled
+from fastattn import _check, _tuning
+from fastattn.nn.linformer_sums import Sum, counts, of_both, of_softmax, of_windows, resampled
 from fastattn.nn.multihead import MultiHead, linear
 from fastattn.ops.linformer import BACKENDS, attend
 from fastattn.ops.linformer_torch import attend_to_segments
@@ -298,7 +298,8 @@ class LinformerAttention(MultiHead):
             off = counts(self.slots, self._window, s, ignored, key.device) == 0
         about = _Keys(ignored, of_key, of_value, off, False)
         shared = of_key is not None and self.sharing != "none"
-        if not shared or need_weights or s < self.slots or not self._compress_first:
+        few = s < _tuning.linformer_compress_first(self.slots, key.device.type)
+        if not shared or need_weights or few or not self._compress_first:
             return *self._project(query, key, value), about
         q, k, v = self._project_slots(query, key, value, about)
         return q, k, v, about._replace(compressed=True)
@@ -379,24 +380,32 @@ class LinformerAttention(MultiHead):
             return attend_to_segments(q, k, v, *projections, about.ignored, each, tokens, scale)
         off = about.off
         if not about.compressed:
-            k, v = (
-                torch.cat([self._compress(x[:, :, : x.shape[2] - about.extra], of, about.ignored),
-                           x[:, :, x.shape[2] - about.extra :]], 2)
-                for x, of in ((k, about.of_key), (v, about.of_value))
-            )  # fmt: skip
+            k, v = self._compress_heads(k, v, about)
         if off is not None:
             off = F.pad(off, (0, about.extra)).expand(q.shape[0], -1)
         k, v = k.to(q.dtype), v.to(q.dtype)  # sums of autocast may be wider
         return attend(q, k, v, off, self.head_dim**-0.5, self.backend)
 
-    def _compress(self, x: Tensor, of: Sum | None, ignored: Tensor | None) -> Tensor:
-        """``(b, h, s, d)`` to ``(b, h, slots, d)``."""
-        if of is not None:
+    def _compress_heads(self, k: Tensor, v: Tensor, about: _Keys) -> tuple[Tensor, Tensor]:
+        """Heads of tokens to heads of slots; what ``_extend`` has added stays behind them."""
+        s, of_key, of_value, ignored = k.shape[2] - about.extra, about.of_key, about.of_value, None
+        tokens, extra = (k[:, :, :s], v[:, :, :s]), (k[:, :, s:], v[:, :, s:])
+        if about.ignored is not None:
+            ignored = about.ignored[:, None, :, None]
+        if of_key is None or of_value is None:
+            slots = tuple(self._largest(x, ignored) for x in tokens)
+        else:
             if ignored is not None:
-                x = x.masked_fill(ignored[:, None, :, None], 0)
-            return of.of_heads(x, self.backend)
+                tokens = tokens[0].masked_fill(ignored, 0), tokens[1].masked_fill(ignored, 0)
+            slots = of_both(*tokens, of_key, of_value, self.backend)
+        if about.extra:
+            slots = tuple(torch.cat(parts, 2) for parts in zip(slots, extra, strict=True))
+        return slots[0], slots[1]
+
+    def _largest(self, x: Tensor, ignored: Tensor | None) -> Tensor:
+        """``(b, h, s, d)`` to ``(b, h, slots, d)``: the maximum of every window."""
         if ignored is not None:
-            x = x.masked_fill(ignored[:, None, :, None], -torch.inf)
+            x = x.masked_fill(ignored, -torch.inf)
         x = F.pad(x, (0, 0, 0, self.slots * self._window - x.shape[2]), value=-torch.inf)
         best = x.unflatten(2, (self.slots, self._window)).amax(3)
         return best.masked_fill(best == -torch.inf, 0)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops.linformer import compress
+from fastattn.ops.linformer import compress, compress_both
 
 
 class Sum(NamedTuple):
@@ -48,6 +48,17 @@ class Sum(NamedTuple):
         else:
             mass = (self.matrix @ (~ignored).to(self.matrix.dtype).unsqueeze(-1)).squeeze(-1)
         return mass if self.rows is None else self.rows * mass
+
+
+def of_both(
+    k: Tensor, v: Tensor, of_key: Sum, of_value: Sum, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """``of_heads`` of keys and of values."""
+    if of_key.of_samples or of_value.of_samples:
+        return of_key.of_heads(k, backend), of_value.of_heads(v, backend)
+    matrices = of_key.matrix, of_value.matrix
+    keys, values = compress_both(k, v, *matrices, None, k.shape[1], backend)
+    return of_key.scale(keys), of_value.scale(values)
 
 
 def counts(slots: int, window: int, s: int, ignored: Tensor | None, device: torch.device) -> Tensor:

@@ -70,8 +70,8 @@ def linformer_attention(
     if _select(q, backend) == "reference":  # whose slots are not rounded
         with in_full_precision(q.device.type):
             return _reference(q, k, v, *call)
-    keys = compress(k, call.proj_k, call.key_padding_mask, h, backend)
-    values = compress(v, call.proj_v, call.key_padding_mask, h, backend)
+    proj_k, proj_v, mask, _ = call
+    keys, values = compress_both(k, v, proj_k, proj_v, mask, h, backend)
     return attend(q, keys, values, None, call.scale, backend)
 
 
@@ -118,6 +118,23 @@ def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int, backend: str 
     paths = {"torch": torch_path.compress, "triton": triton_path.compress, "reference": _compress}
     with in_full_precision(x.device.type):
         return paths[run](x, proj, mask, h)
+
+
+def compress_both(
+    k: Tensor,
+    v: Tensor,
+    proj_k: Tensor,
+    proj_v: Tensor,
+    mask: Tensor | None,
+    h: int,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Keys by ``proj_k`` and values by ``proj_v``, at once where there is a kernel for it."""
+    if _select(k, backend) != "triton":
+        return compress(k, proj_k, mask, h, backend), compress(v, proj_v, mask, h, backend)
+    k, v = under_autocast(k, v)
+    with in_full_precision(k.device.type):
+        return triton_path.compress_both(k, v, proj_k, proj_v, mask, h)
 
 
 def attend(

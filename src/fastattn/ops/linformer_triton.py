@@ -6,7 +6,8 @@ and the log-sum of every row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,19 @@ from torch.autograd.function import once_differentiable
 
 from fastattn import _autograd, _tuning
 from fastattn._launch import dense, heads_inside, launch, merged, whole
+from fastattn.ops.linformer_launch import add, constants, options_of, tiles_of
 
 LOG2E = 1.4426950408889634
 _lib = torch.library.Library("fastattn", "FRAGMENT")
-_lib.define("linformer_compress(Tensor x, Tensor proj, Tensor? hidden, int heads) -> Tensor")
 _lib.define(
-    "linformer_compress_backward(Tensor dslots, Tensor x, Tensor proj, Tensor? hidden, "
-    "bool of_x, bool of_proj) -> (Tensor, Tensor)"
-)
+    "linformer_compress(Tensor x, Tensor proj, Tensor? other_x, Tensor? other_proj, "
+    "Tensor? hidden, int heads) -> Tensor[]"
+)  # slots of x, and of the other if there is one
+_lib.define(
+    "linformer_compress_backward(Tensor dslots, Tensor? other_dslots, Tensor x, Tensor proj, "
+    "Tensor? other_x, Tensor? other_proj, Tensor? hidden, bool of_x, bool of_proj, "
+    "bool of_other_x, bool of_other_proj) -> Tensor[]"
+)  # of x and proj, then of the others; empty where not wanted
 _lib.define(
     "linformer_attend(Tensor q, Tensor keys, Tensor values, Tensor? off, float scale) "
     "-> (Tensor, Tensor)"
@@ -42,11 +48,31 @@ _autograd.one_by_one(
 
 def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
     """``(b, h_kv, s, d)`` by ``(slots, L)`` or ``(h, slots, L)``: ``(b, h_kv or h, slots, d)``."""
-    heads = h if proj.dim() == 3 else x.shape[1]
-    if not _autograd.needs_gradient(x, proj):
-        return _call_compress(x, proj, mask, heads)
-    out: Tensor = _autograd.apply(_Compress, x, proj, mask, heads)
-    return out
+    return _compress_all((x, proj, None, None), mask, h)[0]
+
+
+def compress_both(
+    k: Tensor, v: Tensor, proj_k: Tensor, proj_v: Tensor, mask: Tensor | None, h: int
+) -> tuple[Tensor, Tensor]:
+    """The same of two, in one launch where they are alike."""
+    if (
+        k.shape == v.shape
+        and proj_k.shape == proj_v.shape
+        and k.dtype == v.dtype
+        and proj_k.dtype == proj_v.dtype
+    ):
+        keys, values = _compress_all((k, proj_k, v, proj_v), mask, h)
+        return keys, values
+    return compress(k, proj_k, mask, h), compress(v, proj_v, mask, h)
+
+
+def _compress_all(
+    pair: tuple[Tensor, Tensor, Tensor | None, Tensor | None], mask: Tensor | None, h: int
+) -> Any:
+    heads = h if pair[1].dim() == 3 else pair[0].shape[1]
+    if not _autograd.needs_gradient(*(x for x in pair if x is not None)):
+        return _call_compress(*pair, mask, heads)
+    return _autograd.apply(_Compress, *pair, mask, heads)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, off: Tensor | None, scale: float) -> Tensor:
@@ -69,23 +95,27 @@ class _Compress(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, proj: Tensor, mask: Tensor | None, heads: int) -> Any:
-        return _call_compress(x, proj, mask, heads)
+    def forward(
+        x: Tensor, proj: Tensor, other_x: Any, other_proj: Any, mask: Tensor | None, heads: int
+    ) -> Any:
+        return tuple(_call_compress(x, proj, other_x, other_proj, mask, heads))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:3])
+        ctx.save_for_backward(*inputs[:5])
 
     @staticmethod
-    def backward(ctx: Any, dslots: Tensor) -> Any:
-        return (_compress_once if torch.is_grad_enabled() else _compress_back)(ctx, dslots)
+    def backward(ctx: Any, *dslots: Tensor) -> Any:
+        return (_compress_once if torch.is_grad_enabled() else _compress_back)(ctx, *dslots)
 
 
-def _compress_back(ctx: Any, dslots: Tensor) -> Any:
+def _compress_back(ctx: Any, dslots: Tensor, other_dslots: Tensor | None = None) -> Any:
     operator = torch.ops.fastattn.linformer_compress_backward.default
-    of_x, of_proj = ctx.needs_input_grad[:2]
-    found = _autograd.call(operator, _compress_backward, dslots, *ctx.saved_tensors, of_x, of_proj)
-    return found[0] if of_x else None, found[1] if of_proj else None, None, None
+    wanted = ctx.needs_input_grad[:4]
+    given = dslots, other_dslots, *ctx.saved_tensors, *wanted
+    found = _autograd.call(operator, _compress_backward, *given)
+    found = *found, *(None,) * (4 - len(found))
+    return *(x if want else None for x, want in zip(found, wanted, strict=True)), None, None
 
 
 _compress_once = once_differentiable(_compress_back)
@@ -121,66 +151,6 @@ def _attend_back(ctx: Any, dout: Tensor | None, _: None) -> Any:
 _attend_once = once_differentiable(_attend_back)
 
 
-class _Options(NamedTuple):
-    """Everything that decides which variant of a kernel runs."""
-
-    dtype: torch.dtype
-    of: torch.dtype  # of the projection, or of what is written
-    d: int
-    e: int
-    masked: bool
-    own: bool
-    unit: int
-    slots: int  # how many, as the power of two that holds them
-    full: bool  # they are that many
-    whole: bool  # sums are not split: they are stored as what they are
-
-
-def _constants(kernel: str, options: _Options) -> dict[str, Any]:
-    import triton.language as tl
-
-    dot, precision = _tuning.block_sparse_dot_type(options.dtype)
-    return {
-        "UNIT": options.unit,
-        "D": options.d,
-        "E": options.e,
-        "WIDTH": options.d,
-        "MASKED": options.masked,
-        "OWN": options.own,
-        "FULL": options.full,
-        "PRECISION": precision,
-        "DOT": getattr(tl, dot),
-        **_tiles(kernel, options),
-    }
-
-
-def _tiles(kernel: str, options: _Options) -> dict[str, int]:
-    name = kernel.split(".")[1]
-    return _tuning.linformer(name, options.d, options.e, options.slots, options.dtype, options.own)
-
-
-def _options(
-    x: Tensor, of: torch.dtype, e: int, hidden: Tensor | None, own: bool, slots: int, *more: Tensor
-) -> _Options:
-    strides = [s for y in (x, *more) for s in y.stride()[:3]]
-    unit = 1 if any(s % 8 for s in strides) else 8
-    size = 1 << (slots - 1).bit_length()
-    full = slots == size >= 16
-    return _Options(x.dtype, of, x.shape[3], e, hidden is not None, own, unit, size, full, False)
-
-
-def _add(share: Tensor, total: Tensor, splits: int) -> Tensor:
-    """The splits of a share in float32, into what has the shape and dtype of one."""
-    options = _Options(total.dtype, total.dtype, 1, 1, False, False, 1, 1, False, False)
-    count = total.numel()
-    tile = _tiles("linformer.add", options)["BLOCK"]
-    launch(
-        "linformer.add", (-(-count // tile), 1, 1), (share, total, count, splits), options,
-        _constants,
-    )  # fmt: skip
-    return total
-
-
 def _heads_of(x: Tensor, proj: Tensor, heads: int) -> int:
     """How many of the heads that come out read one head of x."""
     return heads // x.shape[1] if proj.dim() == 3 else 1
@@ -208,73 +178,139 @@ def _strides_of(proj: Tensor) -> tuple[int, int]:
     return (proj.stride(0) if proj.dim() == 3 else 0), proj.stride(-2)
 
 
-def _compress(x: Tensor, proj: Tensor, hidden: Tensor | None, heads: int) -> Tensor:
-    (b, _, s, d), slots = x.shape, proj.shape[-2]
-    slots_of = x.new_empty(b, heads, slots, d)
-    if not slots_of.numel():
-        return slots_of
-    x, proj, hidden = dense(x), _readable(proj, s), whole(hidden)
-    options = _options(x, proj.dtype, d, hidden, proj.dim() == 3, slots)
-    tiles = _tiles("linformer.compress", options)
+def _compress(
+    x: Tensor,
+    proj: Tensor,
+    other_x: Tensor | None,
+    other_proj: Tensor | None,
+    hidden: Tensor | None,
+    heads: int,
+) -> list[Tensor]:
+    s, d, hidden = x.shape[2], x.shape[3], whole(hidden)
+    made, given = [], []
+    for y, p in ((x, proj), (other_x, other_proj)):
+        if y is not None and p is not None:
+            made.append(y.new_empty(y.shape[0], heads, p.shape[-2], d))
+            given.append((dense(y), _readable(p, s), made[-1]))
+    if made[0].numel():
+        for group in _alike(given):
+            _launch_compress(hidden, *group)
+    return made
+
+
+def _alike(given: list[Any]) -> list[Any]:
+    """One group, or groups of one where the strides of two tensors that kernels read differ."""
+    if len(given) == 1 or all(a.stride() == b.stride() for a, b in zip(*given, strict=True)):
+        return [given]
+    return [[one] for one in given]
+
+
+def _launch_compress(hidden: Tensor | None, *group: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, proj, slots_of = group[0]
+    (b, _, s, d), (_, heads, slots, _) = x.shape, slots_of.shape
+    options = options_of(x, proj.dtype, d, hidden, proj.dim() == 3, slots)
+    tiles = tiles_of("linformer.compress", options)
     g, columns = _heads_of(x, proj, heads), _columns(x, proj, heads, tiles["BLOCK_C"])
-    slot_tiles = -(-slots // tiles["BLOCK_K"])
+    slot_tiles = -(-slots // tiles["BLOCK_K"]) * len(group)
     splits = _tuning.linformer_splits(b * columns * slot_tiles, s, x.device, 2)
-    one = splits == 1
-    share = slots_of if one else x.new_empty(splits * slots_of.numel(), dtype=torch.float32)
+    one, size = splits == 1, splits * slots_of.numel()
+    shares = [m if one else x.new_empty(size, dtype=torch.float32) for *_, m in group]
+    each = [(y, p, share) for (y, p, _), share in zip(group, shares, strict=True)]
     launch(
         "linformer.compress",
         (b * columns, splits, slot_tiles),
-        (x, proj, hidden, share, *x.stride()[:3], *_strides_of(proj), heads, g, s, slots, b,
-         columns),
-        options._replace(whole=one),
-        _constants,
-    )  # fmt: skip
-    return share if one else _add(share, slots_of, splits)
+        (*_flat(each), hidden, *x.stride()[:3], *_strides_of(proj), heads, g, s, slots, b, columns),
+        options._replace(whole=one, pair=len(group) == 2),
+        constants,
+    )
+    if not one:
+        add(splits, *((share, m) for share, (*_, m) in zip(shares, group, strict=True)))
+
+
+def _flat(group: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor | None, ...]:
+    """Three tensors of one and of another, or None for those."""
+    return (*group[0], *(group[1] if len(group) == 2 else (None,) * 3))
 
 
 def _compress_backward(
-    dslots: Tensor, x: Tensor, proj: Tensor, hidden: Tensor | None, of_x: bool, of_proj: bool
-) -> tuple[Tensor, Tensor]:
-    (b, h_kv, s, d), (_, heads, slots, _) = x.shape, dslots.shape
-    dx, dproj = _compress_gradients(x, proj, of_x, of_proj)
-    if 0 in (b, h_kv, s):
-        return dx.zero_(), dproj.zero_()
-    x, hidden, dslots = dense(x), whole(hidden), whole(dslots)
-    own = proj.dim() == 3
-    options = _options(x, proj.dtype, d, hidden, own, slots)
-    g = _heads_of(x, proj, heads)
+    dslots: Tensor,
+    other_dslots: Tensor | None,
+    x: Tensor,
+    proj: Tensor,
+    other_x: Tensor | None,
+    other_proj: Tensor | None,
+    hidden: Tensor | None,
+    *wanted: bool,
+) -> list[Tensor]:
+    grads = _compress_gradients(x, proj, other_x, other_proj, *wanted)
+    if 0 in x.shape[:3]:
+        return [grad.zero_() for grad in grads]
+    hidden = whole(hidden)
+    of_x, of_proj = [], []
+    for i, (dz, y, p) in enumerate(((dslots, x, proj), (other_dslots, other_x, other_proj))):
+        if dz is None or y is None or p is None:
+            continue
+        dz = whole(dz)
+        if wanted[2 * i]:
+            of_x.append((dz, _readable(p, y.shape[2]), grads[2 * i]))
+        if wanted[2 * i + 1]:
+            of_proj.append((dense(y), dz, grads[2 * i + 1]))
     if of_x:
-        kernel = "linformer_backward.grad_tokens"
-        tiles = _tiles(kernel, options)
-        columns = _columns(x, proj, h_kv, tiles["BLOCK_C"])
-        read = _readable(proj, s)
-        launch(
-            kernel,
-            (b * columns * -(-s // tiles["BLOCK_N"]), 1, 1),
-            (dslots, read, hidden, dx, *_strides_of(read), h_kv, g, s, slots, columns),
-            options,
-            _constants,
-        )
+        for group in _alike(of_x):
+            _launch_grad_tokens(hidden, x.shape, *group)
     if of_proj:
-        if s < proj.shape[-1]:
-            dproj.zero_()
-        kernel = "linformer_backward.grad_projection"
-        tiles = _tiles(kernel, options)
-        launch(
-            kernel,
-            (-(-s // tiles["BLOCK_N"]), -(-slots // tiles["BLOCK_K"]), heads if own else 1),
-            (x, dslots, hidden, dproj, *x.stride()[:3], *_strides_of(dproj), heads, g, s, slots, b),
-            options,
-            _constants,
-        )
-    return dx, dproj
+        for group in _alike(of_proj):
+            _launch_grad_projection(hidden, *group)
+    return grads
+
+
+def _launch_grad_tokens(
+    hidden: Tensor | None, shape: Sequence[int], *group: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    (b, h_kv, s, d), (dslots, proj, dx) = shape, group[0]
+    (_, heads, slots, _), kernel = dslots.shape, "linformer_backward.grad_tokens"
+    options = options_of(dx, proj.dtype, d, hidden, proj.dim() == 3, slots)
+    tiles = tiles_of(kernel, options)
+    columns = _columns(dx, proj, h_kv, tiles["BLOCK_C"])
+    launch(
+        kernel,
+        (b * columns * -(-s // tiles["BLOCK_N"]), len(group), 1),
+        (*_flat(group), hidden, *_strides_of(proj), h_kv, _heads_of(dx, proj, heads), s, slots,
+         columns),
+        options._replace(pair=len(group) == 2),
+        constants,
+    )  # fmt: skip
+
+
+def _launch_grad_projection(hidden: Tensor | None, *group: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, dslots, dproj = group[0]
+    (b, _, s, d), (_, heads, slots, _) = x.shape, dslots.shape
+    own, kernel = dproj.dim() == 3, "linformer_backward.grad_projection"
+    if s < dproj.shape[-1]:
+        for *_, of in group:
+            of.zero_()
+    options = options_of(x, dproj.dtype, d, hidden, own, slots)
+    tiles = tiles_of(kernel, options)
+    count = (heads if own else 1) * len(group)
+    launch(
+        kernel,
+        (-(-s // tiles["BLOCK_N"]), -(-slots // tiles["BLOCK_K"]), count),
+        (*_flat(group), hidden, *x.stride()[:3], *_strides_of(dproj), heads,
+         _heads_of(x, dproj, heads), s, slots, b),
+        options._replace(pair=len(group) == 2),
+        constants,
+    )  # fmt: skip
 
 
 def _compress_gradients(
-    x: Tensor, proj: Tensor, of_x: bool, of_proj: bool
-) -> tuple[Tensor, Tensor]:
-    dx = heads_inside(x, x.shape[3]) if of_x else x.new_empty(0)
-    return dx, proj.new_empty(proj.shape if of_proj else 0)
+    x: Tensor, proj: Tensor, other_x: Tensor | None, other_proj: Tensor | None, *wanted: bool
+) -> list[Tensor]:
+    grads = []
+    for i, (y, p) in enumerate(((x, proj), (other_x, other_proj))):
+        if y is not None and p is not None:
+            grads.append(heads_inside(y, y.shape[3]) if wanted[2 * i] else y.new_empty(0))
+            grads.append(p.new_empty(p.shape if wanted[2 * i + 1] else 0))
+    return grads
 
 
 def _attend_buffers(q: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,13 +326,13 @@ def _attend(
         return buffers
     (b, h, n, _), (_, heads, slots, _) = q.shape, keys.shape
     q, keys, values, off = dense(q), whole(keys), whole(values), whole(off)
-    options = _options(q, q.dtype, values.shape[3], off, False, slots)
+    options = options_of(q, q.dtype, values.shape[3], off, False, slots)
     launch(
         "linformer.attend",
         (b * h, _tuning.linear_attention_splits(b * h, q.device), 1),
         (q, keys, values, off, out, lse, *q.stride()[:3], h, h // heads, n, slots, scale * LOG2E),
         options,
-        _constants,
+        constants,
     )
     return buffers
 
@@ -318,9 +354,9 @@ def _attend_backward(
         return dq, dkeys.zero_(), dvalues.zero_()
     q, keys, values, off = dense(q), whole(keys), whole(values), whole(off)
     dout, out = dense(dout), merged(out)
-    options = _options(q, q.dtype, e, off, False, slots, dout)
+    options = options_of(q, q.dtype, e, off, False, slots, dout)
     kernel = "linformer_backward.grad_slots"
-    tiles = _tiles(kernel, options)
+    tiles = tiles_of(kernel, options)
     programs = -(-slots // tiles["BLOCK_K"])
     splits = _tuning.linformer_splits(b * h * programs, n, q.device, 1)
     whole_q, whole_kv = programs == 1, splits == 1 and h == heads
@@ -334,28 +370,35 @@ def _attend_backward(
         (q, keys, values, off, out, dout, lse, *parts, parts_q, *q.stride()[:3],
          *dout.stride()[:3], h, h // heads, n, slots, b, scale * LOG2E, scale),
         options._replace(of=parts_q.dtype, whole=whole_kv),
-        _constants,
+        constants,
     )  # fmt: skip
     if not whole_q:
-        _add(parts_q, dq, programs)
-    for share, total in zip(parts, (dkeys, dvalues), strict=True):
-        if h != heads:
-            of_heads = q.new_empty(b, heads, h // heads, slots, total.shape[3], dtype=torch.float32)
-            total.copy_(_add(share, of_heads, splits).sum(2))
-        elif not whole_kv:
-            _add(share, total, splits)
+        add(programs, (parts_q, dq))
+    if whole_kv:
+        return dq, dkeys, dvalues
+    totals = [dkeys, dvalues] if h == heads else [
+        q.new_empty(b, heads, h // heads, slots, width, dtype=torch.float32) for width in (d, e)
+    ]  # fmt: skip
+    sums = [*zip(parts, totals, strict=True)]
+    for group in [sums] if d == e else [sums[:1], sums[1:]]:
+        add(splits, *group)
+    if h != heads:
+        dkeys.copy_(totals[0].sum(2))
+        dvalues.copy_(totals[1].sum(2))
     return dq, dkeys, dvalues
 
 
 @torch.library.register_fake("fastattn::linformer_compress", lib=_lib)
-def _(x: Any, proj: Any, hidden: Any, heads: int) -> Tensor:
-    made: Tensor = x.new_empty(x.shape[0], heads, proj.shape[-2], x.shape[3])
-    return made
+def _(x: Any, proj: Any, other_x: Any, other_proj: Any, hidden: Any, heads: int) -> list[Tensor]:
+    pairs = [(x, proj)] if other_x is None else [(x, proj), (other_x, other_proj)]
+    return [y.new_empty(y.shape[0], heads, p.shape[-2], y.shape[3]) for y, p in pairs]
 
 
 @torch.library.register_fake("fastattn::linformer_compress_backward", lib=_lib)
-def _(dslots: Any, x: Any, proj: Any, hidden: Any, of_x: bool, of_proj: bool) -> Any:
-    return _compress_gradients(x, proj, of_x, of_proj)
+def _(
+    dslots: Any, other_dslots: Any, x: Any, proj: Any, other_x: Any, other_proj: Any, *rest: Any
+) -> list[Tensor]:
+    return _compress_gradients(x, proj, other_x, other_proj, *rest[1:])
 
 
 @torch.library.register_fake("fastattn::linformer_attend", lib=_lib)
