@@ -22,6 +22,24 @@ namespace fastattn {
 // a b + c, rounded once.
 DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 
+// 16 bytes into shared memory, begun now and there after `copies_have_arrived` and a barrier.
+DEVICE void copy_ahead(void *to, const void *from) {
+#ifdef __CUDA_ARCH__
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)),
+      "l"(from)
+      : "memory");
+#else
+  std::memcpy(to, from, 16);
+#endif
+}
+
+DEVICE void copies_have_arrived() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 DEVICE float to_float(float x) { return x; }
 
 template <class T>

@@ -126,7 +126,7 @@ int64_t fa_conv_length(const fa_conv_shape *shape) {
 
 int64_t fa_conv_table_size(int64_t length) {
   return by_length(length, long_table_size(length),
-                   [](auto of) { return (int64_t)4 * Table<typename decltype(of)::P>::COUNT; });
+                   [](auto of) { return (int64_t)4 * numbers_of<typename decltype(of)::P>(); });
 }
 
 fa_status fa_conv_table(int64_t length, float *table) {

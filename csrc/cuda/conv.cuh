@@ -134,6 +134,12 @@ struct InRegisters {
   DEVICE void put(int e, int, Complex y) { x[e] = y; }
 };
 
+// What is not there; nothing asks it.
+struct Nothing {
+  DEVICE Complex get(int, int) const { return {0.f, 0.f}; }
+  DEVICE void put(int, int, Complex) {}
+};
+
 // One group of threads. `memory` has Row<P>::MEMORY float2.
 template <class P, class T, bool UNIT, class Numbers, class Sync>
 DEVICE void convolve(const Convolution &a, int64_t channel, int64_t slice, int t, float2 *memory,
@@ -196,19 +202,19 @@ DEVICE void store_taps(Complex *x, const fa_conv_shape &s, const Numbers &sum, f
   });
 }
 
-// One group of threads. `memory` as above; `add` sums a number over the group. Between two
-// transforms is a barrier, unless the second is the inverse of what the first left, or begins where
-// an inverse has ended.
-template <class P, class T, bool UNIT, class Sum, class Numbers, class Sync, class Add>
+// One group of threads. `memory` as above; `add` sums a number over the group. Of a plan with parts
+// the gradient of taps is left out. Between two transforms is a barrier, unless the second is the
+// inverse of what the first left, or begins where an inverse has ended.
+template <class P, class T, bool UNIT, class Sum, class Input, class Numbers, class Sync, class Add>
 DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int thread, float2 *memory,
-                      Sum sum, Numbers input, Numbers spectrum, Sync sync, Add add) {
+                      Sum sum, Input input, Numbers spectrum, Sync sync, Add add) {
   using W = Row<P>;
   using L = Line<T, UNIT>;
   const fa_conv_shape &s = a.shape;
   const bool active = channel < s.channels;
   if (!active) channel = s.channels - 1;
   const int n = s.n, out = s.out, written = active ? n : 0, written_out = active ? out : 0;
-  const bool of_input = a.du.data || a.dpre.data;
+  const bool of_input = a.du.data || a.dpre.data, of_taps = P::PARTS == 1 && a.dtaps;
   int t = unknown(thread);
   Complex x[P::E];
   if (of_input || a.dpost.data) {
@@ -217,7 +223,7 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int thr
     for (int e = 0; e < P::E; e++) spectrum.put(e, t, x[e]);
     sync();
   }
-  if (a.dtaps) {
+  if (of_taps) {
     UNROLL
     for (int e = 0; e < P::E; e++) sum.put(e, t, {0.f, 0.f});
   }
@@ -231,10 +237,12 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int thr
     auto gated = [&](int i) { return pre.there() ? pre[i] * u[i] : u[i]; };
     auto upstream = [&](int i) { return post.there() ? post[i] * dy[i] : dy[i]; };
 
-    if (a.dtaps || a.dpost.data) {
+    if (of_taps || a.dpost.data) {
       load_row<P>(x, u, pre, n, memory, a.table, t, sync);
-      UNROLL
-      for (int e = 0; e < P::E; e++) input.put(e, t, x[e]);
+      if (of_taps) {
+        UNROLL
+        for (int e = 0; e < P::E; e++) input.put(e, t, x[e]);
+      }
       if (L dpost(a.dpost, b, channel); dpost.there()) {
         UNROLL
         for (int e = 0; e < P::E; e++) x[e] = times(x[e], spectrum.get(e, t));
@@ -248,8 +256,8 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int thr
       }
     }
     t = unknown(thread);
-    if (a.dtaps || of_input) load_row<P>(x, dy, post, out, memory, a.table, t, sync);
-    if (a.dtaps) {
+    if (of_taps || of_input) load_row<P>(x, dy, post, out, memory, a.table, t, sync);
+    if (of_taps) {
       UNROLL
       for (int e = 0; e < P::E; e++) {
         Complex product = conjugate_times(input.get(e, t), x[e]), total = sum.get(e, t);
@@ -278,7 +286,7 @@ DEVICE void gradients(const Gradient &a, int64_t channel, int64_t slice, int thr
   }
 
   const int64_t row = slice * s.channels + channel;
-  if (a.dtaps) {
+  if (of_taps) {
     sync();
     store_taps<P>(x, s, sum, a.dtaps + row * s.count, active ? (int)s.count : 0, memory, a.table, t,
                   sync);

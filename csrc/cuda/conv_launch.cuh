@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "conv.cuh"
-#include "plans.h"
+#include "conv_parts.cuh"
 
 namespace fastattn {
 
@@ -37,9 +36,10 @@ struct Sync {
 // warp are in different banks.
 //
 // Beside the row are arrays of N numbers: the spectrum of the taps; of gradients the sum over
-// samples, the inputs, and that spectrum. The first is in registers where threads have room for
-// three times their numbers and what else they need; others that would leave less room than for
-// AT_ONCE blocks are in a workspace, one for every block that runs.
+// samples, the inputs, and that spectrum, or that alone where taps have theirs in parts. The first
+// is in registers where threads have room for three times their numbers and what else they need;
+// others that would leave less room than for AT_ONCE blocks are in a workspace, one for every block
+// that runs.
 template <class P, bool BACKWARD, bool UNIT, int SHARED>
 struct Block {
   static constexpr int LANES = 512 / P::T < 16 ? 512 / P::T : 16;
@@ -48,7 +48,7 @@ struct Block {
   static constexpr int AT_ONCE = (BACKWARD ? P::BACKWARD : P::FORWARD) / THREADS;
   static constexpr bool HELD = 65536 / (AT_ONCE * THREADS) >= 7 * P::E;
   static constexpr int ROW = Row<P>::MEMORY + (UNIT ? 0 : 16 / GROUPS);
-  static constexpr int ALL = (BACKWARD ? 3 : 1) - HELD;
+  static constexpr int ALL = (BACKWARD && P::PARTS == 1 ? 3 : 1) - HELD;
   static_assert(UNIT || Row<P>::MEMORY % 16 == 0);
   using Barrier = Sync<UNIT && P::T <= 32>;
   static ANYWHERE int blocks_with(int arrays) {
@@ -140,12 +140,39 @@ __global__ void __launch_bounds__(Here<P, true, UNIT>::THREADS, Here<P, true, UN
   using B = Here<P, true, UNIT>;
   const B at(shared, a.workspace);
   for (int64_t item = blockIdx.x; item < B::items(a.shape); item += gridDim.x) {
-    gradients<P, T, UNIT>(a, at.channel(a.shape, item), at.slice(a.shape, item), at.t, at.memory,
-                          at.template numbers<0>(), at.template numbers<1>(),
-                          at.template numbers<2>(), typename B::Barrier(),
-                          Add<P, typename B::Barrier>{at.memory, at.t});
+    auto run = [&](auto sum, auto input, auto spectrum) {
+      gradients<P, T, UNIT>(a, at.channel(a.shape, item), at.slice(a.shape, item), at.t, at.memory,
+                            sum, input, spectrum, typename B::Barrier(),
+                            Add<P, typename B::Barrier>{at.memory, at.t});
+    };
+    if constexpr (P::PARTS == 1)
+      run(at.template numbers<0>(), at.template numbers<1>(), at.template numbers<2>());
+    else
+      run(Nothing(), Nothing(), at.template numbers<0>());
     typename B::Barrier()();
   }
+}
+
+// The gradient of taps in parts; from slice and channel number `first` on, counted together.
+template <class P, class T>
+__global__ void __launch_bounds__(PartOf<P>::T, PartOf<P>::BACKWARD / PartOf<P>::T)
+    parts_kernel(const __grid_constant__ Gradient a, int64_t first) {
+  extern __shared__ float2 shared[];
+  using M = PartOf<P>;
+  const int64_t row = first + blockIdx.x / P::PARTS;
+  correlate_part<P, T>(a, row % a.shape.channels, row / a.shape.channels, blockIdx.x % P::PARTS,
+                       threadIdx.x, shared, a.workspace + (row - first) * P::N, InRegisters<M>(),
+                       InMemory<M>{shared + Row<M>::MEMORY},
+                       FetchedRow<P, T>(shared + Row<M>::MEMORY + M::N), Sync<false>());
+}
+
+template <class P>
+__global__ void __launch_bounds__(P::T)
+    finish_kernel(const __grid_constant__ Gradient a, int64_t first) {
+  extern __shared__ float2 shared[];
+  const int64_t row = first + blockIdx.x;
+  finish_taps<P>(a, row % a.shape.channels, row / a.shape.channels, threadIdx.x, shared,
+                 a.workspace + (row - first) * P::N, Sync<false>());
 }
 
 // What the host has to know of a device.
@@ -183,6 +210,33 @@ R with_block(const Device &device, R none, F f) {
 inline cudaError_t taken(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
   return error;
+}
+
+// Slices and channels of which the parts' sums are in the workspace at a time: four waves or two.
+inline int64_t rows_in_parts(const fa_conv_shape &shape, const Device &device) {
+  return std::min(shape.slices * shape.channels, (int64_t)2 * device.processors);
+}
+
+template <class P, class T>
+cudaError_t start_parts(const Gradient &a, const Device &device, cudaStream_t stream) {
+  using M = PartOf<P>;
+  constexpr int PART_BYTES = (Row<M>::MEMORY + M::N) * 8 + FetchedRow<P, T>::BYTES,
+                BYTES = Row<P>::MEMORY * 8;
+  auto allow = [](auto kernel, int bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  };
+  cudaError_t error = allow(parts_kernel<P, T>, PART_BYTES);
+  if (error == cudaSuccess) error = allow(finish_kernel<P>, BYTES);
+  const int64_t all = a.shape.slices * a.shape.channels, most = rows_in_parts(a.shape, device);
+  for (int64_t first = 0; first < all && error == cudaSuccess; first += most) {
+    const unsigned rows = (unsigned)std::min(most, all - first);
+    parts_kernel<P, T><<<rows * P::PARTS, M::T, PART_BYTES, stream>>>(a, first);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) break;
+    finish_kernel<P><<<rows, P::T, BYTES, stream>>>(a, first);
+    error = cudaGetLastError();
+  }
+  return taken(error);
 }
 
 template <class P, bool BACKWARD, bool UNIT, class Kernel, class Arguments>
@@ -235,6 +289,7 @@ struct Length {
     };
     int64_t most = backward ? with_block<P, true, true>(device, (int64_t)0, floats)
                             : with_block<P, false, true>(device, (int64_t)0, floats);
+    if (backward && P::PARTS > 1) most = std::max(most, rows_in_parts(shape, device) * N * 2);
     if constexpr (ANY_STRIDE)
       most = std::max(most, backward ? with_block<P, true, false>(device, (int64_t)0, floats)
                                      : with_block<P, false, false>(device, (int64_t)0, floats));

@@ -36,30 +36,20 @@ cudaError_t Length<FA_LENGTH>::convolve(const Convolution &a, bool unit, const D
   });
 }
 
-static cudaError_t gradients_of_type(const Gradient &a, bool unit, const Device &device,
-                                     cudaStream_t stream) {
+template <>
+cudaError_t Length<FA_LENGTH>::gradients(const Gradient &a, bool unit, const Device &device,
+                                         cudaStream_t stream) {
   return by_type(a.shape.type, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (ANY_STRIDE)
       if (!unit) return gradients_as<false, T>(a, device, stream);
-    return unit ? gradients_as<true, T>(a, device, stream) : cudaErrorInvalidValue;
+    if (!unit) return cudaErrorInvalidValue;
+    cudaError_t error = cudaSuccess;
+    if constexpr (P::PARTS > 1)
+      if (a.dtaps) error = start_parts<P, T>(a, device, stream);
+    const bool others = P::PARTS == 1 || a.du.data || a.dpre.data || a.dpost.data || a.dskip;
+    return error == cudaSuccess && others ? gradients_as<true, T>(a, device, stream) : error;
   });
-}
-
-// Where no array fits into shared memory, those of the inputs' and of the taps' gradients would not
-// stay in the L2 together: one launch for each.
-template <>
-cudaError_t Length<FA_LENGTH>::gradients(const Gradient &a, bool unit, const Device &device,
-                                         cudaStream_t stream) {
-  const bool nothing_fits = with_block<P, true, true>(
-      device, false, [](auto tag) { return decltype(tag)::Type::SHARES == 0; });
-  if (!nothing_fits || !a.dtaps || !(a.du.data || a.dpre.data))
-    return gradients_of_type(a, unit, device, stream);
-  Gradient of_inputs = a, of_taps = a;
-  of_inputs.dtaps = of_inputs.dskip = nullptr;
-  of_taps.du.data = of_taps.dpre.data = of_taps.dpost.data = nullptr;
-  cudaError_t error = gradients_of_type(of_inputs, unit, device, stream);
-  return error == cudaSuccess ? gradients_of_type(of_taps, unit, device, stream) : error;
 }
 
 template <>

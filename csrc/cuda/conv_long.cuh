@@ -61,19 +61,12 @@ struct Chunk {
   }
 };
 
-// Which leaf a column's transform leaves as number e of thread t.
-template <class P>
-DEVICE int leaf_of(int t, int e) {
-  using Last = Stage<P, P::STAGES - 1>;
-  return Last::unit(t, e / Last::R) * Last::R + e % Last::R;
-}
-
 template <class W>
 DEVICE void store_leaves(const Complex *z, float2 *row, int column, int t) {
   using P = typename W::Columns;
   UNROLL
   for (int e = 0; e < P::E; e++)
-    row[leaf_of<P>(t, e) * W::L + column] = make_float2(z[e].re, z[e].im);
+    row[Row<P>::leaf(t, e) * W::L + column] = make_float2(z[e].re, z[e].im);
 }
 
 // A column of a row of `length` elements, gated, into its leaves.
@@ -249,7 +242,7 @@ DEVICE void join_leaves(Complex *z, const float2 *row, int column, const float4 
                         float2 *memory, Sync sync) {
   using P = typename W::Columns;
   UNROLL
-  for (int e = 0; e < P::E; e++) z[e] = number(row, leaf_of<P>(t, e) * W::L + column);
+  for (int e = 0; e < P::E; e++) z[e] = number(row, Row<P>::leaf(t, e) * W::L + column);
   Row<P>::inverse(z, memory, table, t, sync);
   Row<P>::twists(table, t, [&](int e, Complex w) { z[e] = times(z[e], w); });
 }

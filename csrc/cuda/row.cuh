@@ -20,6 +20,7 @@ struct Plan {
   static constexpr int N = N_, E = E_, PAD = PAD_, T = N / E;
   static constexpr int FORWARD = FORWARD_, BACKWARD = BACKWARD_;
   static constexpr int STAGES = sizeof...(RADICES);
+  static constexpr int PARTS = N > 4096 ? N / 4096 : 1;  // of the taps' gradient: conv_parts.cuh
   static ANYWHERE int radix(int stage) {
     const int all[] = {RADICES...};
     return all[stage];
@@ -82,11 +83,11 @@ struct Stage {
     }
   }
 
-  template <bool INVERSE>
+  template <bool INVERSE, bool PART = false>
   static DEVICE void run(Complex *x, const float4 *table, int t) {
     UNROLL
     for (int g = 0; g < GROUPS; g++) {
-      if constexpr (INVERSE ? STAGE == P::STAGES - 1 : STAGE == 0)
+      if constexpr (INVERSE ? STAGE == P::STAGES - 1 : STAGE == 0 && !PART)
         stage<R, INVERSE>(x + g * R, Constants<INVERSE>());
       else
         stage<R, INVERSE>(x + g * R, load<INVERSE>(table, unit(t, g)));
@@ -118,6 +119,17 @@ struct Table {
   static constexpr int TWIST = inverse(P::STAGES - 1), COUNT = TWIST + P::T / 2;
 };
 
+// The table of a part of a row, P being the part's plan: powers of the c that x^N is, then the
+// numbers of all forward stages.
+template <class P>
+struct PartTable {
+  static constexpr int POWERS = 4;
+  static ANYWHERE int forward(int stage) {
+    return POWERS / 2 + (stage > 0 ? P::radix(0) / 4 + Table<P>::forward(stage) : 0);
+  }
+  static constexpr int COUNT = forward(P::STAGES);
+};
+
 template <class P>
 struct Row {
   static constexpr int N = P::N, E = P::E, T = P::T, STAGES = P::STAGES;
@@ -129,7 +141,14 @@ struct Row {
     return First::unit(t, e / First::R) + First::S * (e % First::R);
   }
 
-  template <bool REAL, int STAGE = 0, class Sync>
+  // Which leaf number e of thread t is after the forward and before the inverse transform.
+  static ANYWHERE int leaf(int t, int e) {
+    using Last = Stage<P, STAGES - 1>;
+    return Last::unit(t, e / Last::R) * Last::R + e % Last::R;
+  }
+
+  // Of a PART `table` is a PartTable.
+  template <bool REAL, bool PART = false, int STAGE = 0, class Sync>
   static DEVICE void forward(Complex *x, float2 *memory, const float4 *table, int t, Sync sync) {
     using S = Stage<P, STAGE>;
     if constexpr (STAGE > 0) {
@@ -143,11 +162,12 @@ struct Row {
         fastattn::stage<S::R, false, 2>(x + g * S::R, Constants<false>());
       }
     } else {
-      S::template run<false>(x, table + Table<P>::forward(STAGE), t);
+      constexpr int AT = PART ? PartTable<P>::forward(STAGE) : Table<P>::forward(STAGE);
+      S::template run<false, PART>(x, table + AT, t);
     }
     if constexpr (STAGE + 1 < STAGES) {
       S::write(x, memory, t);
-      forward<REAL, STAGE + 1>(x, memory, table, t, sync);
+      forward<REAL, PART, STAGE + 1>(x, memory, table, t, sync);
     }
   }
 

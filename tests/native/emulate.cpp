@@ -8,13 +8,29 @@
 #include <thread>
 #include <vector>
 
-#include "conv.cuh"
 #include "conv_long.cuh"
+#include "conv_parts.cuh"
 #include "conv_windows.cuh"
-#include "plans.h"
+
+using Values = std::vector<float>;
+
+namespace fastattn {
+
+// The upper half of a float.
+struct Half {
+  uint16_t bits;
+};
+
+inline float to_float(Half x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+}  // namespace fastattn
 
 using namespace fastattn;
-using Values = std::vector<float>;
 
 static std::mt19937 generator(1);
 
@@ -120,7 +136,7 @@ struct Wanted {
 
 template <class P>
 static void run(Case c) {
-  Values table(4 * Table<P>::COUNT);
+  Values table(4 * numbers_of<P>());
   fill_table<P>(table.data());
   const float4 *roots = reinterpret_cast<const float4 *>(table.data());
   int64_t rows = c.batch * c.channels;
@@ -185,6 +201,21 @@ static void run(Case c) {
         };
         c.held ? with(InRegisters<P>()) : with(in_memory);
       });
+  if constexpr (P::PARTS > 1) {
+    using M = PartOf<P>;
+    for (int64_t slice = 0; slice < c.slices; slice++)
+      for (int64_t channel = 0; channel < c.channels; channel++) {
+        for (int part = 0; part < P::PARTS; part++)
+          group(M::T, [&](int t, auto sync, auto) {
+            correlate_part<P, float>(backward, channel, slice, part, t, memory.data(), first.data(),
+                                     InRegisters<M>(), InMemory<M>{second.data()},
+                                     FetchedRow<P, float>(nullptr), sync);
+          });
+        group(P::T, [&](int t, auto sync, auto) {
+          finish_taps<P>(backward, channel, slice, t, memory.data(), first.data(), sync);
+        });
+      }
+  }
   for (int64_t slice = 1; slice < c.slices; slice++) {
     for (int64_t i = 0; i < c.channels * c.count; i++)
       got_dtaps[i] += got_dtaps[slice * c.channels * c.count + i];
@@ -203,6 +234,59 @@ static void run(Case c) {
   compare("dtaps", got_dtaps, want.dtaps, 2 * std::sqrt((double)c.batch));
   if (c.gated) compare("dpre", got_dpre, want.dpre), compare("dpost", got_dpost, want.dpost);
   if (c.skip) compare("dskip", got_dskip, want.dskip, 100);
+  std::printf("\n");
+}
+
+// The gradient of taps in parts, of elements that are fetched ahead.
+template <class P>
+static void run_fetched(Case c) {
+  using M = PartOf<P>;
+  Values table(4 * numbers_of<P>());
+  fill_table<P>(table.data());
+  const int64_t rows = c.batch * c.channels;
+  auto halves = [](Values &values) {  // and what they are
+    std::vector<Half> all(values.size());
+    for (size_t i = 0; i < all.size(); i++) {
+      uint32_t bits;
+      std::memcpy(&bits, &values[i], sizeof(bits));
+      all[i].bits = (uint16_t)(bits >> 16);
+      values[i] = to_float(all[i]);
+    }
+    return all;
+  };
+  Values u = normal(rows * c.n), dy = normal(rows * c.out), none, dtaps(c.channels * c.count);
+  Values pre, post, taps = normal(c.channels * c.count);
+  if (c.gated) pre = normal(rows * c.n), post = normal(rows * c.out);
+  auto small_u = halves(u), small_dy = halves(dy), small_pre = halves(pre),
+       small_post = halves(post);
+  const Wanted want(c, u, pre, post, dy, taps, none);
+  auto rows_of = [&](std::vector<Half> &x, int64_t n) {
+    return x.empty() ? fa_tensor{} : fa_tensor{x.data(), c.channels * n, n, 1};
+  };
+  Gradient a = {};
+  a.shape = {c.batch, c.channels, 1,           c.n,  c.out, c.first,
+             c.count, c.mirrored, FA_BFLOAT16, P::N, 1,     0};
+  a.u = rows_of(small_u, c.n), a.pre = rows_of(small_pre, c.n);
+  a.dy = rows_of(small_dy, c.out), a.post = rows_of(small_post, c.out);
+  a.dtaps = dtaps.data();
+  a.table = reinterpret_cast<const float4 *>(table.data());
+  std::vector<float2> memory(Row<P>::MEMORY), input(M::N), sums(P::N);
+  std::vector<Half> row(P::N + 8);
+  const size_t skipped = 8 - (uintptr_t)row.data() / 2 % 8;
+  for (int64_t channel = 0; channel < c.channels; channel++) {
+    for (int part = 0; part < P::PARTS; part++)
+      group(M::T, [&](int t, auto sync, auto) {
+        correlate_part<P, Half>(a, channel, 0, part, t, memory.data(), sums.data(),
+                                InRegisters<M>(), InMemory<M>{input.data()},
+                                FetchedRow<P, Half>(row.data() + skipped), sync);
+      });
+    group(P::T, [&](int t, auto sync, auto) {
+      finish_taps<P>(a, channel, 0, t, memory.data(), sums.data(), sync);
+    });
+  }
+  std::printf("fetched rows of %d in %d parts, n=%d out=%d%s:", P::N, P::PARTS, (int)c.n,
+              (int)c.out, c.gated ? " gated" : "");
+  compare("dtaps", dtaps, want.dtaps, 2 * std::sqrt((double)c.batch));
   std::printf("\n");
 }
 
@@ -303,7 +387,12 @@ int main() {
   run<Short<2048>>({2, 1, 1, 2048, 2048, 0, 77, false, true, true, 1});
   run<Short<4096>>({1, 1, 1, 4096, 4096, 0, 4096, false, false, false, 1});
   run<Short<8192>>({1, 1, 1, 8192, 8192, 0, 8192, false, false, false, 1});
+  run<Short<8192>>({3, 2, 1, 5000, 6000, -4000, 8000, true, true, true, 2, false, false});
   run<Short<16384>>({1, 1, 1, 16384, 16384, 0, 16384, false, false, false, 1});
+  run<Short<16384>>({2, 1, 1, 16384, 16384, 0, 300, false, true, true, 1});
+  run_fetched<Short<8192>>({3, 2, 1, 8192, 8192, 0, 300, false, false, false, 1});
+  run_fetched<Short<8192>>({3, 2, 1, 5001, 6001, -100, 300, true, true, false, 1});
+  run_fetched<Short<16384>>({2, 1, 1, 16384, 16384, 0, 300, false, false, false, 1});
   run<Short<256>>({2, 4, 2, 3000, 3000, 0, 20, false, true, true, 3, true});
   run<Short<256>>({1, 2, 1, 1000, 1200, 0, 201, false, false, true, 2, true, false});
   run<Short<256>>({1, 1, 1, 2000, 1700, -60, 101, false, true, false, 1, true});
