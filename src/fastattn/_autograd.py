@@ -13,14 +13,14 @@ from torch.autograd import Function, forward_ad
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.device))
 
 
-def needs_gradient(*tensors: Tensor) -> bool:
+def needs_gradient(*arguments: Any) -> bool:
     """Whether a call has to go through a Function; a transform may hide that it does."""
     if forward_ad._current_level >= 0:  # the Function says that it has no forward derivative
         return True
     if not torch.is_grad_enabled():
         return False
     transformed = torch._C._are_functorch_transforms_active()
-    return transformed or any(x.requires_grad for x in tensors)
+    return transformed or any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
 def apply(function: type[Function], *arguments: Any) -> Any:

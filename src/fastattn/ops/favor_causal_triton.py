@@ -81,18 +81,18 @@ def scan(
         kv = k.new_zeros(*z.shape, v.shape[3], dtype=torch.float32)
         state = kv, z, None if features.curvature is None else torch.full_like(z, -torch.inf)
     numbers = (features.factor, features.curvature)
-    if q.shape[2] == 1 and not torch.is_grad_enabled():
-        projection = (features.directions, features.offsets)
+    projection = (features.directions, features.offsets)
+    if q.shape[2] == 1 and not _autograd.needs_gradient(q, k, v, *projection, *state):
         out, kv, z, *shifts = step(q, k, v, key_padding_mask, *projection, *state, *numbers)
     else:
-        about = (key_padding_mask, None, features.directions, features.offsets)
+        about = (key_padding_mask, None, *projection)
         out, _, _, _, kv, z, *shifts = _run(q, k, v, *about, *state, *numbers)
     return out, (kv, z, shifts[0] if shifts else None)
 
 
 def _run(*arguments: Any) -> tuple[Tensor, ...]:
     """The arguments of the operator, and what it returns."""
-    if torch.is_grad_enabled():
+    if _autograd.needs_gradient(*arguments):
         return _autograd.apply(_Causal, *arguments)
     return _Causal.forward(*arguments)
 

@@ -56,7 +56,7 @@ def attend(
         return favor_causal_triton.attend(q, k, v, features, key_padding_mask, cu_seqlens)
     about = (key_padding_mask, cu_seqlens, features.directions, features.offsets)
     numbers = (features.factor, features.curvature)
-    if torch.is_grad_enabled():
+    if _autograd.needs_gradient(q, k, v, *about):
         return _autograd.apply(_Favor, q, k, v, *about, *numbers)[0]
     return _Favor.forward(q, k, v, *about, *numbers)[0]
 

@@ -112,7 +112,7 @@ def convolve(
         taps, lags = torch.cat([one[:, 1:], one], 1), Lags(1 - lags.n, lags.n, lags.n)
     given = (u, taps, skip, pre, post)
     about = (lags.first, lags.out)
-    if not _autograd.needs_gradient(*(x for x in given if x is not None)):
+    if not _autograd.needs_gradient(*given):
         return _call(*given, *about)
     out: Tensor = _autograd.apply(_FFTConv, *given, *about)
     return out

@@ -75,7 +75,7 @@ def convolve(
 ) -> Tensor:
     """The whole op; taps and skip in float32, the others of one dtype. Lag 0 has a tap."""
     given, about = (u, taps, skip, pre, post), (lags.first, lags.out)
-    if not _autograd.needs_gradient(*(x for x in given if x is not None)):
+    if not _autograd.needs_gradient(*given):
         return _call(*given, *about)
     out: Tensor = _autograd.apply(_FewTaps, *given, *about)
     return out

@@ -99,7 +99,7 @@ def scan(
         shift = torch.full_like(z, -torch.inf) if feature_map == "exp" else None
     else:
         kv, z, shift = state
-    if q.shape[2] == 1 and not torch.is_grad_enabled():
+    if q.shape[2] == 1 and not _autograd.needs_gradient(q, k, v, kv, z):
         operator = torch.ops.fastattn.linear_attention_step.default
         arguments = (q, k, v, key_padding_mask, kv, z, shift, feature_map, normalize)
         out, kv, z, *shifts = _autograd.call(operator, _step, *arguments)
@@ -118,7 +118,7 @@ def scan(
 
 def _run(*arguments: Any) -> tuple[Tensor, ...]:
     """The arguments of the operator; out, then the state where there is one, then kept."""
-    if torch.is_grad_enabled():
+    if _autograd.needs_gradient(*arguments):
         return _autograd.apply(_LinearAttention, *arguments)
     return _LinearAttention.forward(*arguments)
 

@@ -70,7 +70,7 @@ def _compress_all(
     pair: tuple[Tensor, Tensor, Tensor | None, Tensor | None], mask: Tensor | None, h: int
 ) -> Any:
     heads = h if pair[1].dim() == 3 else pair[0].shape[1]
-    if not _autograd.needs_gradient(*(x for x in pair if x is not None)):
+    if not _autograd.needs_gradient(*pair):
         return _call_compress(*pair, mask, heads)
     return _autograd.apply(_Compress, *pair, mask, heads)
 
