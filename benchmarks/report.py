@@ -18,9 +18,10 @@ HEAD = """# Benchmarks
 
 Made by `make bench` and `python benchmarks/report.py` from the JSON under `benchmarks/results/`.
 Time: median of `triton.testing.do_bench`, as called from Python; in brackets the replay of a CUDA
-graph. Memory: peak above inputs and upstream gradient. Error: relative, against float64, the
-largest of output and gradients ("-": another function, or too long to compute). ×: time over ours;
-of whole models over stock's, so that less than 1 is faster.
+graph. Memory: peak above inputs and upstream gradient. Of a training step, optimiser included: time
+from one synchronisation to the next, and all memory. Error: relative, against float64, the largest
+of output and gradients ("-": another function, or too long to compute). ×: time over ours; of whole
+models over stock's, of training steps over softmax attention's, so that less than 1 is faster.
 TFLOP/s: of the products that count, without what a backward pass repeats, by the graph's time.
 """
 
