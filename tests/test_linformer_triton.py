@@ -147,6 +147,24 @@ def test_a_second_derivative_raises_and_func_grad_works():
     torch.testing.assert_close(torch.func.grad(loss)(q.detach()), want)
 
 
+@pytest.mark.parametrize("s", [23, 24])
+def test_a_projection_may_lie_anyhow(s):
+    """Also transposed, where no column has to be added."""
+    q, k, v = (torch.randn(2, 4, n, 16, device=DEVICE) for n in (5, s, s))
+    e = torch.randn(s, 3, device=DEVICE).t()
+    f = torch.randn(4, s, 3, device=DEVICE).transpose(1, 2)
+    for both in ((e, e), (f, f)):
+        testing.assert_as_accurate_as(kernels, ops.linformer_attention_reference, [q, k, v, *both])
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_one_projection_may_be_of_heads_where_heads_are_grouped(swapped):
+    case = CASES[2]
+    inputs = [x.to(DEVICE) for x in case.inputs(torch.float32, DEVICE)]
+    both = [projections(case, own)[0].to(DEVICE) for own in (swapped, not swapped)]
+    testing.assert_as_accurate_as(kernels, ops.linformer_attention_reference, [*inputs, *both])
+
+
 @pytest.mark.parametrize(("b", "n", "s"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_empty_inputs_are_no_error(b, n, s):
     q, k, v = (torch.randn(b, 2, x, 8, device=DEVICE, requires_grad=True) for x in (n, s, s))
@@ -156,6 +174,13 @@ def test_empty_inputs_are_no_error(b, n, s):
     assert torch.all(out == 0)
     grads = torch.autograd.grad(out.sum(), (q, k, v, e))
     assert all(x.isfinite().all() for x in grads)
+
+
+def test_no_query_heads_are_no_error():
+    q, k, v = (torch.randn(2, h, 8, 16, device=DEVICE, requires_grad=True) for h in (0, 2, 2))
+    e = torch.randn(0, 3, 8, device=DEVICE)
+    grads = torch.autograd.grad(kernels(q, k, v, e).sum(), (q, k, v))
+    assert all(torch.all(x == 0) for x in grads)
 
 
 @pytest.mark.parametrize("sharing", ["none", "headwise", "key-value"])

@@ -101,7 +101,57 @@ def test_cuda_graphs_replay_what_was_captured(name, form):
             torch.testing.assert_close(found, ours(x, x, x)[0], rtol=2e-2, atol=2e-2)
 
 
+KERNELS = {
+    "linear": lambda x: ops.linear_attention(x, x, x, backend="triton"),
+    "linear causal": lambda x: ops.linear_attention(x, x, x, causal=True, backend="triton"),
+    "favor": lambda x: ops.favor_attention(x, x, x, DIRECTIONS.to(x.device), backend="triton"),
+    "favor causal": lambda x: ops.favor_attention(
+        x, x, x, DIRECTIONS.to(x.device), causal=True, backend="triton"
+    ),
+    "block sparse": lambda x: ops.block_sparse_attention(x, x, x, LAYOUT, backend="triton"),
+    "linformer": lambda x: ops.linformer_attention(
+        x, x, x, torch.ones(4, 16, device=x.device).tril(), backend="triton"
+    ),
+    "fft": lambda x: ops.fft_conv(x[0], x[0, :, :, 0], pre_gate=x[0], post_gate=x[0]),
+}
+DIRECTIONS = ops.draw_projection(16, 16)
+LAYOUT = ops.BlockLayout.bigbird(16, block_size=16, num_heads=2, num_random_blocks=0)
+kernels = pytest.mark.parametrize("name", KERNELS)
+
+
+@kernels
+def test_one_tensor_given_several_times_compiles_whole(name):
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 16, 16, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(KERNELS[name], fullgraph=True, backend="aot_eager")
+    found, want = (
+        (out, *torch.autograd.grad(out.sum(), x)) for out in (compiled(x), KERNELS[name](x))
+    )
+    for a, b in zip(found, want, strict=True):
+        assert_same(a.detach(), b.detach())
+
+
 # torch.func
+
+
+@kernels
+def test_a_second_derivative_by_transforms_is_right_or_refused(name):
+    """Never a zero: the kernels have none, and convolution takes the torch path."""
+    torch.manual_seed(0)
+    x = 0.1 * torch.randn(1, 2, 16, 16, device=DEVICE)
+    loss = lambda x: KERNELS[name](x).square().sum()  # noqa: E731
+    once = grad(loss)(x)
+    other = grad(lambda w: (grad(loss)(x) * w).sum())(x)  # which needs the first alone
+    torch.testing.assert_close(other, once)
+    twice = grad(lambda x: grad(loss)(x).square().sum())
+    if name != "fft":
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            twice(x)
+        return
+    h, direction = 1e-3, torch.randn_like(x)
+    up, down = (grad(loss)(x + s * h * direction).square().sum() for s in (1, -1))
+    found = (twice(x) * direction).sum()
+    torch.testing.assert_close(found, (up - down) / (2 * h), rtol=1e-2, atol=1e-4 * once.norm())
 
 
 @backends

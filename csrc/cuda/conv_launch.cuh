@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(Here<P, true, UNIT>::THREADS, Here<P, true, UN
 template <class P, class T>
 __global__ void __launch_bounds__(PartOf<P>::T, PartOf<P>::BACKWARD / PartOf<P>::T)
     parts_kernel(const __grid_constant__ Gradient a, int64_t first) {
-  extern __shared__ float2 shared[];
+  extern __shared__ __align__(16) float2 shared[];
   using M = PartOf<P>;
   const int64_t row = first + blockIdx.x / P::PARTS;
   correlate_part<P, T>(a, row % a.shape.channels, row / a.shape.channels, blockIdx.x % P::PARTS,

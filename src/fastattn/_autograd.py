@@ -34,9 +34,20 @@ def apply(function: type[Function], *arguments: Any) -> Any:
         isinstance(x, Tensor) and x.requires_grad for x in arguments
     ):
         return function.forward(*arguments)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        return function.apply(*_distinct(arguments))
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(Function, function).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
+
+
+def _distinct(arguments: Sequence[Any]) -> list[Any]:
+    """No tensor twice, which the compiler refuses: the second time it is a view of itself."""
+    found: list[Any] = []
+    for x in arguments:
+        twice = isinstance(x, Tensor) and any(x is y for y in found)
+        found.append(x.view_as(x) if twice else x)
+    return found
 
 
 def call(operator: Callable[..., Any], implementation: Callable[..., Any], *arguments: Any) -> Any:
@@ -53,6 +64,36 @@ def call(operator: Callable[..., Any], implementation: Callable[..., Any], *argu
     ):
         return operator(*arguments)
     return implementation(*arguments)
+
+
+def call_once(operator: Callable[..., Any], implementation: Callable[..., Any], *given: Any) -> Any:
+    """The same of a backward pass, which has no derivative: ``torch.func`` would take it for zero.
+
+    Raises:
+        RuntimeError: A transform of ``torch.func`` around the one that asks needs it.
+    """
+    if differentiated_twice(*given):
+        raise RuntimeError(
+            "trying to differentiate twice what has one derivative: take backend='torch', where "
+            "the op has more"
+        )
+    return call(operator, implementation, *given)
+
+
+def differentiated_twice(*arguments: Any) -> bool:
+    """Whether two transforms of ``torch.func`` differentiate one of these."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return any(isinstance(x, Tensor) and _levels(x) > 1 for x in arguments)
+
+
+def _levels(x: Tensor) -> int:
+    """How many transforms differentiate it."""
+    functorch, count = torch._C._functorch, 0
+    while functorch.is_functorch_wrapped_tensor(x):
+        count += functorch.is_gradtrackingtensor(x) and x.requires_grad
+        x = functorch.get_unwrapped(x)
+    return count
 
 
 def one_by_one(library: torch.library.Library, *names: str) -> None:

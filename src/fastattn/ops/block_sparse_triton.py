@@ -116,7 +116,7 @@ def _backward_pass(ctx: Any, dout: Tensor | None, _: None) -> Any:
     columns = (by_column, column_weight, column_items, column_merges, column_parts)
     operator = torch.ops.fastattn.block_sparse_backward.default
     arguments = (dout, *tensors, parts, *columns, *numbers)
-    return *_autograd.call(operator, _backward, *arguments), *(None,) * 17
+    return *_autograd.call_once(operator, _backward, *arguments), *(None,) * 17
 
 
 _backward_once = once_differentiable(_backward_pass)

@@ -132,7 +132,7 @@ def _backward_pass(ctx: Any, dout: Tensor | None, *rest: Any) -> Any:
     operator = torch.ops.fastattn.favor_causal_backward.default
     learned = ctx.needs_input_grad[5] or ctx.needs_input_grad[6]
     arguments = (dout, dkv, dz, q, k, v, out, *kept, kv, z, shift, *ctx.numbers, learned)
-    dq, dk, dv, *rest = _autograd.call(operator, _backward, *arguments)
+    dq, dk, dv, *rest = _autograd.call_once(operator, _backward, *arguments)
     dkv, dz = rest[:2] if kv is not None else (None, None)
     dw, doffsets = rest[-2:] if learned else (None, None)
     doffsets = doffsets if ctx.needs_input_grad[6] else None

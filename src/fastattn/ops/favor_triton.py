@@ -88,7 +88,7 @@ def _backward_pass(ctx: Any, dout: Tensor | None, *_: None) -> Any:
     operator = torch.ops.fastattn.favor_backward.default
     learned = ctx.needs_input_grad[5] or ctx.needs_input_grad[6]
     arguments = (dout, *ctx.saved_tensors, *ctx.numbers, learned)
-    dq, dk, dv, *learnt = _autograd.call(operator, _backward, *arguments)
+    dq, dk, dv, *learnt = _autograd.call_once(operator, _backward, *arguments)
     dw, doffsets = learnt or (None, None)
     return dq, dk, dv, None, None, dw, doffsets if ctx.needs_input_grad[6] else None, None, None
 

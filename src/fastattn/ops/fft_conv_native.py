@@ -141,7 +141,7 @@ class _FFTConv(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         given = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:5])
-        if torch.is_grad_enabled():  # a derivative of this one is wanted
+        if torch.is_grad_enabled() or _autograd.differentiated_twice(dy, *given):
             lags = Lags(ctx.first, given[0].shape[2], ctx.out)
             return *gradients(given, lags, dy, wanted), None, None
         operator = torch.ops.fastattn.fft_conv_backward.default

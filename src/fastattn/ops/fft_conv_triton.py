@@ -104,7 +104,7 @@ class _FewTaps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         given, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[:5])
-        if torch.is_grad_enabled():  # a derivative of this one is wanted
+        if torch.is_grad_enabled() or _autograd.differentiated_twice(dy, *given):
             lags = Lags(ctx.first, given[0].shape[2], ctx.out)
             return *gradients(given, lags, dy, wanted), None, None
         operator = torch.ops.fastattn.fft_conv_few_taps_backward.default

@@ -158,7 +158,7 @@ def _backward_pass(ctx: Any, dout: Any, *dstate: Any) -> Any:
     options = (ctx.feature_map, ctx.causal, ctx.normalize)
     operator = torch.ops.fastattn.linear_attention_backward.default
     arguments = (dout, dkv, dz, q, k, v, out, *kept, kv, z, shift, *options)
-    dq, dk, dv, *dstart = _autograd.call(operator, _backward, *arguments)
+    dq, dk, dv, *dstart = _autograd.call_once(operator, _backward, *arguments)
     return dq, dk, dv, None, None, *(dstart or (None, None)), None, None, None, None
 
 

@@ -72,6 +72,8 @@ def linformer_attention(
             return _reference(q, k, v, *call)
     proj_k, proj_v, mask, _ = call
     keys, values = compress_both(k, v, proj_k, proj_v, mask, h, backend)
+    if keys.shape[1] != values.shape[1]:  # one projection is of heads, and heads are grouped
+        keys, values = (x.repeat_interleave(h // x.shape[1], 1) for x in (keys, values))
     return attend(q, keys, values, None, call.scale, backend)
 
 

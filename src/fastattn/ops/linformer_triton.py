@@ -113,7 +113,7 @@ def _compress_back(ctx: Any, dslots: Tensor, other_dslots: Tensor | None = None)
     operator = torch.ops.fastattn.linformer_compress_backward.default
     wanted = ctx.needs_input_grad[:4]
     given = dslots, other_dslots, *ctx.saved_tensors, *wanted
-    found = _autograd.call(operator, _compress_backward, *given)
+    found = _autograd.call_once(operator, _compress_backward, *given)
     found = *found, *(None,) * (4 - len(found))
     return *(x if want else None for x, want in zip(found, wanted, strict=True)), None, None
 
@@ -144,7 +144,7 @@ def _attend_back(ctx: Any, dout: Tensor | None, _: None) -> Any:
     if dout is None:
         return (None,) * 5
     operator = torch.ops.fastattn.linformer_attend_backward.default
-    found = _autograd.call(operator, _attend_backward, dout, *ctx.saved_tensors, ctx.scale)
+    found = _autograd.call_once(operator, _attend_backward, dout, *ctx.saved_tensors, ctx.scale)
     return *found, None, None
 
 
@@ -171,7 +171,7 @@ def _readable(proj: Tensor, s: int) -> Tensor:
         and not any(x % 8 for x in (s, *strides[:-1]))
     ):
         return proj
-    return F.pad(proj[..., :s], (0, -s % 8))
+    return F.pad(proj[..., :s], (0, -s % 8)).contiguous()  # no padding would keep other strides
 
 
 def _strides_of(proj: Tensor) -> tuple[int, int]:
@@ -243,7 +243,7 @@ def _compress_backward(
     *wanted: bool,
 ) -> list[Tensor]:
     grads = _compress_gradients(x, proj, other_x, other_proj, *wanted)
-    if 0 in x.shape[:3]:
+    if 0 in x.shape[:3] or not dslots.numel():
         return [grad.zero_() for grad in grads]
     hidden = whole(hidden)
     of_x, of_proj = [], []
