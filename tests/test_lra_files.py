@@ -87,6 +87,7 @@ def test_a_zip_that_would_leave_its_folder_is_refused_whole(tmp_path, name):
         (gzip.compress(b"no tar" * 999), "is damaged or cut off"),
         (b"PK\x03\x04 half", "is damaged or cut off"),
     ],
+    ids=["page", "text", "nothing", "gzip", "zip"],  # bytes with a time would name it otherwise
 )
 def test_what_is_no_archive_is_said(tmp_path, content, message):
     (tmp_path / "aan.tar.gz").write_bytes(content)
