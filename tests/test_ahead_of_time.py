@@ -40,12 +40,13 @@ def compiled(family, *calls):
     return found
 
 
-def tuned_as_measured(found, calls, allowed):
+def tuned_as_measured(found, calls, allowed, serialised=()):
     """On Hopper, where the numbers were tuned."""
     for f in found:
         if f["capability"] == 90 and f["call"].startswith(calls):
-            assert f["stack"] <= allowed.get((f["call"].split()[-1], f["kernel"]), 0), f
-            assert not f["serialised"], f
+            which = f["call"].split()[-1], f["kernel"]
+            assert f["stack"] <= allowed.get(which, 0), f
+            assert not f["serialised"] or which in serialised, f
 
 
 @pytest.mark.slow
@@ -116,7 +117,8 @@ def test_block_sparse_compiles_for_every_generation():
         "rows_kernel",
         "columns_kernel",
     }
-    tuned_as_measured(found, "bfloat16 d64", {})
+    faster = ("block128", "attend_kernel")  # by 8 %, measured so, than tiles that fit
+    tuned_as_measured(found, "bfloat16 d64", {faster: 8}, [faster])
 
 
 @pytest.mark.slow
