@@ -390,8 +390,8 @@ int main() {
   run<Short<8192>>({3, 2, 1, 5000, 6000, -4000, 8000, true, true, true, 2, false, false});
   run<Short<16384>>({1, 1, 1, 16384, 16384, 0, 16384, false, false, false, 1});
   run<Short<16384>>({2, 1, 1, 16384, 16384, 0, 300, false, true, true, 1});
-  run_fetched<Short<8192>>({3, 2, 1, 8192, 8192, 0, 300, false, false, false, 1});
-  run_fetched<Short<8192>>({3, 2, 1, 5001, 6001, -100, 300, true, true, false, 1});
+  run<Short<16384>>({3, 2, 1, 9000, 10000, -4000, 5000, true, true, true, 2, false, false});
+  run_fetched<Short<16384>>({3, 2, 1, 9001, 12001, -100, 300, true, true, false, 1});
   run_fetched<Short<16384>>({2, 1, 1, 16384, 16384, 0, 300, false, false, false, 1});
   run<Short<256>>({2, 4, 2, 3000, 3000, 0, 20, false, true, true, 3, true});
   run<Short<256>>({1, 2, 1, 1000, 1200, 0, 201, false, false, true, 2, true, false});

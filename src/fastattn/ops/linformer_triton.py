@@ -200,9 +200,9 @@ def _compress(
 
 def _alike(given: list[Any]) -> list[Any]:
     """One group, or groups of one where the strides of two tensors that kernels read differ."""
-    if len(given) == 1 or all(a.stride() == b.stride() for a, b in zip(*given, strict=True)):
-        return [given]
-    return [[one] for one in given]
+    if len(given) == 2 and any(a.stride() != b.stride() for a, b in zip(*given, strict=True)):
+        return [[one] for one in given]
+    return [given] if given else []
 
 
 def _launch_compress(hidden: Tensor | None, *group: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -255,12 +255,10 @@ def _compress_backward(
             of_x.append((dz, _readable(p, y.shape[2]), grads[2 * i]))
         if wanted[2 * i + 1]:
             of_proj.append((dense(y), dz, grads[2 * i + 1]))
-    if of_x:
-        for group in _alike(of_x):
-            _launch_grad_tokens(hidden, x.shape, *group)
-    if of_proj:
-        for group in _alike(of_proj):
-            _launch_grad_projection(hidden, *group)
+    for group in _alike(of_x):
+        _launch_grad_tokens(hidden, x.shape, *group)
+    for group in _alike(of_proj):
+        _launch_grad_projection(hidden, *group)
     return grads
 
 
