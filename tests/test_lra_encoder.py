@@ -76,13 +76,50 @@ def test_sinusoids_are_bounded_and_distinct():
     assert torch.pdist(table).min() > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(  # bigbird's torch path takes a minute to trace
+    ("mixer", "positions"), [x for x in EVERY if x[0].split(":")[0] not in (*BODIES, "bigbird")]
+)
+def test_training_compiles_once_for_all_lengths(mixer, positions, monkeypatch):
+    real = torch.compile
+
+    def quickly(function, *, dynamic, mode):
+        return real(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", quickly)
+    model, compiled = (make(mixer, positions, pool="cls", depth=1) for _ in range(2))
+    compiled.compile_training()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for n in (35, 30, 17, 22):
+        lengths = torch.tensor([n, 2, n // 2])
+        tokens = torch.randint(5, 20, (3, n))
+        wanted, got = model(tokens, lengths), compiled(tokens, lengths)
+        torch.testing.assert_close(got, wanted)
+        for x, y in zip(gradients(model, wanted), gradients(compiled, got), strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert compiled.state_dict().keys() == model.state_dict().keys()
+    with torch.no_grad():
+        compiled.eval()(tokens[:, :20], lengths.clamp(max=20))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def gradients(model, out):
+    return torch.autograd.grad(out.square().sum(), [*model.parameters()])
+
+
+def test_a_network_that_reads_in_order_is_not_compiled():
+    with pytest.raises(ValueError, match="leave compile out"):
+        make("gru", "none").compile_training()
+
+
 def test_padding_in_every_form():
     padding = Padding.of(torch.tensor([2, 3]), 4, torch.device("cpu"))
     assert padding.mask.tolist() == [[False, False, True, True], [False, False, False, True]]
-    assert padding.packed.tolist() == [0, 1, 4, 5, 6]
-    assert padding.cu_seqlens.tolist() == [0, 2, 5]
-    assert padding.cu_seqlens.dtype == torch.int32
-    assert padding.longest == 3
+    assert padding.stretches.tolist() == [0, 2, 4, 7, 8]
+    assert padding.stretches.dtype == torch.int32
+    assert padding.counts.tolist() == [2, 3]
     with pytest.raises(ValueError, match="lengths must be from 1 to n = 4"):
         Padding.of(torch.tensor([0, 3]), 4, torch.device("cpu"))
     with pytest.raises(ValueError, match="on the CPU"):
@@ -126,7 +163,8 @@ def test_bad_options_say_what_is_wrong():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "mixer", ["linear", "performer", "bigbird", "linformer", "long_conv", "gmlp", "conv", "tcn"]
+    "mixer",
+    ["linear", "performer", "bigbird", "linformer:slots=64", "long_conv", "gmlp", "conv", "tcn"],
 )
 def test_memory_grows_as_the_length_does(mixer):
     """Not as its square, which a pattern that is only masked would need."""
@@ -147,4 +185,4 @@ def test_memory_grows_as_the_length_does(mixer):
             model.zero_grad()
         return found
 
-    assert peak(8192) < 2.2 * peak(4096)
+    assert peak(8192) < 2.5 * peak(4096)

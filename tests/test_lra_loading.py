@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fastattn.lra.data import Batch
 from fastattn.lra.encoder import Encoder
-from fastattn.lra.loading import Shares, Stretch, loader, share_of
+from fastattn.lra.loading import Share, Shares, Stretch, loader, share_of
 
 
 def batch(size, parts=1, n=12):
@@ -77,13 +77,14 @@ def test_a_wait_for_data_is_measured(workers):
     class Slow(torch.utils.data.Dataset):
         def __getitem__(self, i):
             time.sleep(0.03)
-            return i
+            x = torch.tensor([i])
+            return Share(Batch(x[:, None], x, x), 1, 1.0)
 
     waits, got = [], []
     items = iter(loader(Slow(), range(5), workers))
     for _ in range(2):  # the second stretch goes on where the first has ended
         for item in Stretch(items, 2, waits.append):
-            got.append(int(item))
+            got.append(int(item.batch.labels))
             time.sleep(0.1)
     assert got == [0, 1, 2, 3]
     assert len(waits) == 4

@@ -96,6 +96,25 @@ def test_every_mixer_trains(data, tmp_path, mixer):
 # Resuming
 
 
+def test_a_compiled_run_gives_the_same_losses(data, tmp_path, monkeypatch, capsys):
+    real = torch.compile
+
+    def quickly(function, *, dynamic, mode):
+        return real(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", quickly)
+    recipe = replace(SMOKE, dropout=0.0)  # eager and compiled dropout draw other numbers
+    for name, compiled in (("a", False), ("b", True)):
+        runs.fit("listops", data, recipe, "linear", tmp_path / name, workers=0, compiled=compiled)
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        assert result["fit"]["compiled"] is compiled
+    for a, b in zip(history(tmp_path / "a"), history(tmp_path / "b"), strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+    assert fit(data, tmp_path / "c", "--compile", mixer="gru") == 2
+    assert "leave compile out" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_resumed_run_gives_the_same_losses_and_weights(run, data, tmp_path):
     out = tmp_path / "run"
     assert fit(data, out, "--max-steps", 10) == 0

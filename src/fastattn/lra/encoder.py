@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "reach",
 ]
 
+LENGTHS_APART = 64  # of batches that are compiled
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
 
 
@@ -121,6 +123,7 @@ class Encoder(nn.Module):
                     made = make_mixer(name, options, sizes, layer)
                 blocks.append(Block(made, width, ff, dropout, act))
         self.blocks = nn.ModuleList(blocks)
+        self._compiled: Callable[[Tensor, Padding], Tensor] | None = None
         self.cls = nn.Parameter(torch.randn(embedded)) if pool_name == "cls" else None
         with options_fit(pool_name, pool_options):
             self.pool = make_pool(pool_name, pool_options, width)
@@ -145,8 +148,40 @@ class Encoder(nn.Module):
 
         What stands beyond a document's length changes nothing.
         """
-        x, padding = self._read(self.embedding(tokens), lengths)
+        if self._compiled is None or not self.training:
+            return self._classify(tokens, self._padding(tokens, lengths))
+        tokens = F.pad(tokens, (0, self._rounded(tokens.shape[1]) - tokens.shape[1]))
+        return self._compiled(tokens, self._padding(tokens, lengths))
+
+    def compile_training(self, *, graphs: bool = True) -> None:
+        """From now on :meth:`forward` in training mode is what ``torch.compile`` makes of it.
+
+        One program for all lengths, in a minute or so at the first step. Evaluation stays as it is.
+
+        Args:
+            graphs: On a GPU, record it as a CUDA graph for every length: the host issues two calls
+                a step. Gradients live until the next forward pass, so they cannot be accumulated.
+
+        Raises:
+            ValueError: The network reads in order, and torch's own kernels do that.
+        """
+        if not all(isinstance(block, Block) for block in self.blocks):
+            raise ValueError("a network that reads in order is not compiled: leave compile out")
+        mode = "reduce-overhead" if graphs else None
+        self._compiled = torch.compile(self._classify, dynamic=True, mode=mode)
+
+    def _rounded(self, n: int) -> int:
+        """Up to a multiple of 64 where that is no longer than the longest, so that they are few."""
+        longest = self.max_length - int(self.cls is not None)
+        return max(n, min(-(-n // LENGTHS_APART) * LENGTHS_APART, longest))
+
+    def _classify(self, tokens: Tensor, padding: Padding) -> Tensor:
+        x = self._read(self.embedding(tokens), padding)
         return self.head(self.norm(self.pool(x, padding)))
+
+    def _padding(self, tokens: Tensor, lengths: Tensor) -> Padding:
+        first = int(self.cls is not None)
+        return Padding.of(lengths + first, tokens.shape[1] + first, tokens.device)
 
     def denoised(self, tokens: Tensor, lengths: Tensor, selected: Tensor) -> Tensor:
         """What stood at the m selected tokens: ``(m, vocabulary)`` logits, or ``(m, 1)`` greys.
@@ -158,16 +193,14 @@ class Encoder(nn.Module):
         """
         assert isinstance(self.embedding, nn.Embedding)
         table = torch.cat((self.embedding.weight, self.mask[None]))
-        x, _ = self._read(F.embedding(tokens, table), lengths)
+        x = self._read(F.embedding(tokens, table), self._padding(tokens, lengths))
         return self.denoiser(x[:, x.shape[1] - tokens.shape[1] :][selected])
 
-    def _read(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Padding]:
+    def _read(self, x: Tensor, padding: Padding) -> Tensor:
         """The tokens after the last block, from embedded ones ``(b·parts, n, width)``."""
         if self.cls is not None:
             x = torch.cat((self.cls.to(x.dtype).expand(len(x), 1, -1), x), 1)
-            lengths = lengths + 1
         n = x.shape[1]
-        padding = Padding.of(lengths, n, x.device)
         if self.place is not None:
             if n > self.max_length:
                 raise ValueError(f"learned positions end at {self.max_length}, got n = {n}")
@@ -177,7 +210,7 @@ class Encoder(nn.Module):
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, padding)
-        return x, padding
+        return x
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """For an optimiser: matrices decay, vectors (biases, norms, gains) do not."""

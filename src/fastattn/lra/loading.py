@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -78,16 +79,41 @@ class EvaluationData(Dataset[Batch]):
         return collate(self.split, self.batches[i])
 
 
-def loader(data: Dataset[Share], items: Sequence[int], workers: int) -> DataLoader[Share]:
+class Loader(DataLoader[Share]):
+    """Passes shares between processes as bytes: a tensor costs an exchange of file handles, on a
+    thread that the training one then waits for. Tokens are of a small type, for the copy to a GPU.
+    """
+
+    def __iter__(self) -> Iterator[Share]:  # type: ignore[override]
+        return map(_as_tensors, super().__iter__())
+
+
+def loader(data: Dataset[Share], items: Sequence[int], workers: int) -> Loader:
     """These items of ``data``, in this order, made by so many processes, or by this one."""
-    return DataLoader(
+    return Loader(
         data,
         batch_size=None,
         sampler=items,
         num_workers=workers,
-        pin_memory=torch.cuda.is_available(),
+        collate_fn=_as_arrays,
         generator=torch.Generator().manual_seed(0),  # leaves the global random state alone
     )
+
+
+def _as_arrays(share: Any) -> Any:
+    batch, counted, weight = share
+    tokens, lengths, labels = (x.numpy() for x in batch)
+    signed = np.min_scalar_type(-1 - int(tokens.max(initial=0)))
+    return (tokens.astype(signed), lengths, labels), counted, weight
+
+
+def _as_tensors(arrays: Any) -> Share:
+    """In pinned memory where there is a GPU, so that the copy to it does not wait."""
+    batch, counted, weight = arrays
+    tokens, lengths, labels = (torch.from_numpy(x) for x in batch)
+    if torch.cuda.is_available():
+        tokens, labels = tokens.pin_memory(), labels.pin_memory()
+    return Share(Batch(tokens, lengths, labels), counted, weight)
 
 
 class Stretch:

@@ -16,12 +16,12 @@ class Padding:
 
     Args:
         mask: ``(b, n)`` bool, True = padding.
-        cu_seqlens: Boundaries of the packed sequences, ``(b + 1,)`` int32.
-        lengths: ``(b,)`` int64, on the CPU; the others are where the tokens are.
+        counts: Real tokens of each row, ``(b,)`` int64.
+        lengths: The same, on the CPU; the others are where the tokens are.
     """
 
     mask: Tensor
-    cu_seqlens: Tensor
+    counts: Tensor
     lengths: Tensor
 
     @classmethod
@@ -31,24 +31,18 @@ class Padding:
             raise ValueError(f"lengths must be on the CPU, they are on {lengths.device}")
         if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= n:
             raise ValueError(f"lengths must be from 1 to n = {n}, got {lengths.tolist()}")
-        there = lengths.to(device, non_blocking=True)
-        mask = torch.arange(n, device=device) >= there[:, None]
-        return cls(mask, F.pad(there.cumsum(0), (1, 0)).int(), lengths)
+        counts = lengths.to(device, non_blocking=True)
+        mask = torch.arange(n, device=device) >= counts[:, None]
+        return cls(mask, counts, lengths)
 
     @cached_property
-    def packed(self) -> Tensor:
-        """Places of the real tokens in the flattened batch, ``(tokens,)`` int64."""
+    def stretches(self) -> Tensor:
+        """Boundaries in the flattened batch of each row's tokens and of its padding, in turns:
+        ``(2 b + 1,)`` int32; a stretch may be empty."""
         rows, n = self.mask.shape
-        total, device = int(self.lengths.sum()), self.mask.device
-        before = torch.arange(rows, device=device) * n - self.cu_seqlens[:-1]  # of padding
-        sizes = self.cu_seqlens.diff()
-        before = before.repeat_interleave(sizes, output_size=total)
-        return before + torch.arange(total, device=device)
-
-    @property
-    def longest(self) -> int:
-        """The largest length."""
-        return int(self.lengths.max()) if len(self.lengths) else 0
+        starts = torch.arange(rows, device=self.mask.device) * n
+        ends = torch.stack((starts, starts + self.counts), 1).flatten()
+        return F.pad(ends, (0, 1), value=rows * n).int()
 
     def clear(self, x: Tensor) -> Tensor:
         """``(b, n, width)``, zero where there is no token."""

@@ -25,7 +25,7 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor, padding: Padding) -> Tensor:
         """``(b, n, width)`` to ``(b, width)``."""
-        return padding.clear(x).sum(1) / padding.cu_seqlens.diff().unsqueeze(-1)
+        return padding.clear(x).sum(1) / padding.counts.unsqueeze(-1)
 
 
 class First(nn.Module):
@@ -41,7 +41,7 @@ class Last(nn.Module):
 
     def forward(self, x: Tensor, padding: Padding) -> Tensor:
         """``(b, n, width)`` to ``(b, width)``."""
-        last = padding.cu_seqlens.diff().long() - 1
+        last = padding.counts - 1
         return x[torch.arange(len(x), device=x.device), last]
 
 

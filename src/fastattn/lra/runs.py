@@ -45,6 +45,7 @@ def fit(
     nodes: int = 1,
     pieces: bool = False,
     begin: Path | None = None,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Train, and write the run directory.
 
@@ -64,6 +65,8 @@ def fit(
         pieces: Write checkpoints in files of at most 16 MB.
         begin: A run whose best weights this one begins with, as when an easy data set comes first,
             or another mixer: see :func:`fastattn.lra.transfer.transfer`.
+        compiled: Train what ``torch.compile`` makes of the encoder: for runs of minutes on a GPU
+            that waits for Python.
 
     Returns:
         The content of ``out/result.json``.
@@ -103,6 +106,8 @@ def fit(
     model = Classifier(task, recipe, mixer, splits, workers)
     result["parameters"] = sum(p.numel() for p in model.parameters())
     result["reach"] = reach(model.encoder)
+    if compiled:
+        model.encoder.compile_training(graphs=recipe.accumulate == 1)
     if begin is not None and not resume:
         result |= begin_with(model, begin, _read_result(begin))
         if is_first():
@@ -147,6 +152,7 @@ def fit(
         "seconds": round(model.seconds, 1),
         "data_wait": round(model.waited / model.seconds, 4),
         "devices": devices * nodes,
+        "compiled": compiled,
         "warnings": model.warnings,
         "finished": trainer.global_step >= recipe.steps
         or early.stopped_epoch > 0

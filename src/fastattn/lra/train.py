@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from fastattn.lra.augmentations import augmentation
 from fastattn.lra.data import Batch, BatchStream, Split, Task
 from fastattn.lra.encoder import encoder_for
-from fastattn.lra.loading import EvaluationData, Share, Shares, Stretch, loader
+from fastattn.lra.loading import EvaluationData, Loader, Share, Shares, Stretch, loader
 from fastattn.lra.recipes import Phase, Recipe
 
 CHANCE = 0.002  # nats from a loss that needs no input
@@ -107,13 +106,13 @@ class Classifier(lightning.LightningModule):
     def _wait(self, seconds: float) -> None:
         self.waited += seconds
 
-    def val_dataloader(self) -> DataLoader[Share]:
+    def val_dataloader(self) -> Loader:
         return self._evaluation_loader("val")
 
-    def test_dataloader(self) -> DataLoader[Share]:
+    def test_dataloader(self) -> Loader:
         return self._evaluation_loader("test")
 
-    def _evaluation_loader(self, name: str) -> DataLoader[Share]:
+    def _evaluation_loader(self, name: str) -> Loader:
         data = EvaluationData(self.splits[name], self.recipe.phases[-1].batch_size)
         shares = Shares(data, self.global_rank, self.trainer.world_size)
         return loader(shares, range(len(data.batches)), self.workers)
@@ -123,7 +122,7 @@ class Classifier(lightning.LightningModule):
     ) -> Share:
         """The lengths stay on the CPU, where the encoder needs them."""
         tokens, lengths, labels = batch.batch
-        tokens, labels = (x.to(device, non_blocking=True) for x in (tokens, labels))
+        tokens, labels = (x.to(device, non_blocking=True).long() for x in (tokens, labels))
         return batch._replace(batch=Batch(tokens, lengths, labels))
 
     # Steps
@@ -341,6 +340,13 @@ class Classifier(lightning.LightningModule):
         batches["is_last_batch"] = False
 
 
+class DataParallel(DDPStrategy):
+    """Leaves a batch where it is: told of its device, torch would move the lengths there too."""
+
+    def determine_ddp_device_ids(self) -> None:
+        return None
+
+
 def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]:
     """Options of Lightning's trainer for so many devices on each of so many hosts.
 
@@ -353,7 +359,7 @@ def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]
     if cuda and devices > torch.cuda.device_count():
         raise ValueError(f"devices is {devices}, but there are {torch.cuda.device_count()} GPUs")
     # buffers are functions of the seed: alike everywhere already
-    several = DDPStrategy(broadcast_buffers=False) if devices * nodes > 1 else "auto"
+    several = DataParallel(broadcast_buffers=False) if devices * nodes > 1 else "auto"
     return {
         "accelerator": "gpu" if cuda else "cpu",
         "devices": devices,

@@ -13,8 +13,8 @@ from fastattn.lra.positions import rotate
 class SoftmaxAttention(nn.Module):
     """Multi-head ``scaled_dot_product_attention``; O(n²) time, O(n) memory.
 
-    On a GPU in 16 bits the sequences are packed, so that padding costs nothing; elsewhere the
-    padding is masked.
+    On a GPU in 16 bits tokens attend to the tokens of their row and padding to the padding, so that
+    nothing is masked and padding costs little; elsewhere it is masked.
 
     Args:
         width: Of the tokens.
@@ -34,23 +34,21 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, x: Tensor, padding: Padding) -> Tensor:
         """``(b, n, width)`` to the same."""
+        position = torch.arange(x.shape[1], device=x.device)
+        q, k, v = self._heads(x, position)  # (b, n, h, d)
         if not x.is_cuda or not torch.is_autocast_enabled("cuda"):
-            position = torch.arange(x.shape[1], device=x.device)
-            q, k, v = (y.transpose(1, 2) for y in self._heads(x, position))  # (b, h, n, d)
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
             seen = ~padding.mask[:, None, None, :]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
             return self.out_proj(out.transpose(1, 2).flatten(2))
 
         from torch.nn.attention.varlen import varlen_attn
 
-        rows = x.flatten(0, 1)[padding.packed]  # (tokens, width)
-        q, k, v = self._heads(rows, padding.packed % x.shape[1])  # (tokens, h, d)
-        ends, longest = padding.cu_seqlens, padding.longest
-        heads = varlen_attn(q, k, v, ends, ends, longest, longest)
+        ends, longest = padding.stretches, x.shape[1]
+        queries, keys, values = (y.flatten(0, 1) for y in (q, k, v))
+        heads = varlen_attn(queries, keys, values, ends, ends, longest, longest)
         assert isinstance(heads, Tensor)
-        rows = self.out_proj(heads.flatten(1))
-        flat = rows.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
-        return flat.index_copy(0, padding.packed, rows).view_as(x)
+        return self.out_proj(heads.view_as(q).flatten(2))
 
     def _heads(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(..., n, width)`` to q, k and v ``(..., n, h, d)``."""

@@ -105,5 +105,5 @@ class _Block(nn.Module):
         if self.kind == "symmetric":
             return F.pad(x.masked_fill(padding.mask.unsqueeze(1), 0), (half, half))
         place = torch.arange(-half, x.shape[2] + half, device=x.device)
-        place = place % padding.cu_seqlens.diff().long().unsqueeze(1)  # (b, n + span)
+        place = place % padding.counts.unsqueeze(1)  # (b, n + span)
         return x.gather(2, place.unsqueeze(1).expand(-1, x.shape[1], -1))
