@@ -228,17 +228,6 @@ def test_vmap_runs_over_convolutions(backend):
             assert_same(of_k[i], want[1])
 
 
-def torchs_attention_has_one():
-    """A forward derivative, which is a matter of its version and of the device."""
-    x = torch.randn(1, 2, 8, 8, device=DEVICE)
-    attend = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # noqa: E731
-    try:
-        torch.func.jvp(attend, (x,), (x,))
-    except NotImplementedError:
-        return False
-    return True
-
-
 @backends
 @mechanisms
 def test_a_forward_derivative_is_exact_or_refused(name, backend):
@@ -249,11 +238,15 @@ def test_a_forward_derivative_is_exact_or_refused(name, backend):
     def derivative():
         return torch.func.jvp(lambda x: ours(x, x, x)[0], (x,), (t,))[1]
 
-    if backend == "triton" or (name == "linformer" and not torchs_attention_has_one()):
+    if backend == "triton":
         with pytest.raises(NotImplementedError, match="forward"):
             derivative()
         return
-    found = derivative()
+    try:
+        found = derivative()
+    except NotImplementedError:
+        assert name == "linformer"  # calls torch's own attention: some of its kernels have none
+        return
     h = 1e-3
     with torch.no_grad():
         want = (ours(*(x + h * t,) * 3)[0] - ours(*(x - h * t,) * 3)[0]) / (2 * h)
