@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench results docs clean
 .DELETE_ON_ERROR:
 
 # The main job in three minutes: generate ListOps, train a classifier, test it, plot the curve.
@@ -37,6 +37,12 @@ bench: .venv/bench.stamp
 	    && mkdir -p $$folder && for file in bench_*.py; do ../$(BIN)/python -m pytest -c pytest.ini \
 	    --rootdir=. $$file --benchmark-json=$$folder/$${file%.py}.json || exit 1; done
 	$(BIN)/python benchmarks/report.py
+
+# The page of all recorded training runs, and their accuracy per root operator.
+results: .venv/lra.stamp
+	$(BIN)/fastattn-lra report benchmarks/results --out docs/results.md
+	$(BIN)/fastattn-lra analyze $$(for run in benchmarks/results/*/lra/*/*/; do echo --run $$run; \
+	    done) --out docs/results --what roots
 
 docs: .venv/dev.stamp
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build

@@ -42,6 +42,13 @@ LISTOPS_BUDGET = Recipe(
     ),
 )
 
+# As many tokens (a fifth of the budget's are of short lists), but full-length lists alone.
+LISTOPS_PLAIN = replace(
+    LISTOPS_BUDGET,
+    name="listops-plain",
+    phases=(Phase(steps=9430, batch_size=64, lr=7e-4, decay="cosine"),),
+)
+
 # The same, at document 004's sizes (BERT-mini), whose BigBird has four random blocks.
 LISTOPS_MINI = replace(LISTOPS_BUDGET, name="listops-mini", depth=4, ff=1024, dropout=0.1)
 
@@ -252,6 +259,7 @@ RECIPES = {
     for recipe in (
         SMOKE,
         LISTOPS_DEMO,
+        LISTOPS_PLAIN,
         LISTOPS_MINUTES,
         TEXT_MINUTES,
         RETRIEVAL_MINUTES,
