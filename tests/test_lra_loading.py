@@ -91,3 +91,17 @@ def test_a_wait_for_data_is_measured(workers):
     assert waits[0] > 0.03
     # a process works ahead, between stretches too; without one every item is waited for
     assert waits[2] < waits[0] if workers else waits[2] > 0.03
+
+
+@pytest.mark.parametrize("largest", [5, 127, 128, 255, 40000])
+def test_a_share_passes_between_processes_whole_and_small(largest, monkeypatch):
+    tokens = torch.tensor([[0, largest], [1, 0]])
+    share = Share(Batch(tokens, torch.tensor([2, 1]), torch.tensor([3, 4])), 2, 0.5)
+    (parcel,) = loader([share], [0], 1)._get_iterator()
+    size = 1 if largest < 128 else 2 if largest < 2**15 else 4
+    assert parcel.arrays[0].itemsize == size
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    for found in (parcel.opened(), torch.utils.data._utils.pin_memory.pin_memory(parcel)):
+        for a, b in zip(found.batch, share.batch, strict=True):
+            assert torch.equal(a, b)
+        assert found[1:] == share[1:]

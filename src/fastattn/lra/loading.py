@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,13 +80,37 @@ class EvaluationData(Dataset[Batch]):
         return collate(self.split, self.batches[i])
 
 
+@dataclass(frozen=True)
+class _Parcel:
+    """A share between two processes, as bytes: a tensor costs an exchange of file handles. Tokens
+    are of a small type, for the pipe and for the copy to a GPU."""
+
+    arrays: tuple[np.ndarray, ...]
+    counted: int
+    weight: float
+
+    @classmethod
+    def of(cls, share: Any) -> _Parcel:
+        tokens, lengths, labels = (x.numpy() for x in share.batch)
+        signed = np.min_scalar_type(-1 - int(tokens.max(initial=0)))
+        return cls((tokens.astype(signed), lengths, labels), share.counted, share.weight)
+
+    def opened(self) -> Share:
+        return Share(Batch(*map(torch.from_numpy, self.arrays)), self.counted, self.weight)
+
+    def pin_memory(self) -> Share:
+        """Called on the loader's own thread, so that neither this nor the copy is waited for."""
+        share = self.opened()
+        tokens, lengths, labels = share.batch
+        return share._replace(batch=Batch(tokens.pin_memory(), lengths, labels.pin_memory()))
+
+
 class Loader(DataLoader[Share]):
-    """Passes shares between processes as bytes: a tensor costs an exchange of file handles, on a
-    thread that the training one then waits for. Tokens are of a small type, for the copy to a GPU.
-    """
+    """Yields shares whose tokens are of any integer type."""
 
     def __iter__(self) -> Iterator[Share]:  # type: ignore[override]
-        return map(_as_tensors, super().__iter__())
+        for item in super().__iter__():
+            yield item.opened() if isinstance(item, _Parcel) else item
 
 
 def loader(data: Dataset[Share], items: Sequence[int], workers: int) -> Loader:
@@ -95,25 +120,10 @@ def loader(data: Dataset[Share], items: Sequence[int], workers: int) -> Loader:
         batch_size=None,
         sampler=items,
         num_workers=workers,
-        collate_fn=_as_arrays,
+        collate_fn=_Parcel.of,
+        pin_memory=torch.cuda.is_available(),
         generator=torch.Generator().manual_seed(0),  # leaves the global random state alone
     )
-
-
-def _as_arrays(share: Any) -> Any:
-    batch, counted, weight = share
-    tokens, lengths, labels = (x.numpy() for x in batch)
-    signed = np.min_scalar_type(-1 - int(tokens.max(initial=0)))
-    return (tokens.astype(signed), lengths, labels), counted, weight
-
-
-def _as_tensors(arrays: Any) -> Share:
-    """In pinned memory where there is a GPU, so that the copy to it does not wait."""
-    batch, counted, weight = arrays
-    tokens, lengths, labels = (torch.from_numpy(x) for x in batch)
-    if torch.cuda.is_available():
-        tokens, labels = tokens.pin_memory(), labels.pin_memory()
-    return Share(Batch(tokens, lengths, labels), counted, weight)
 
 
 class Stretch:

@@ -49,6 +49,17 @@ LISTOPS_PLAIN = replace(
     phases=(Phase(steps=9430, batch_size=64, lr=7e-4, decay="cosine"),),
 )
 
+# Three times as long.
+LISTOPS_LONG = replace(
+    LISTOPS_BUDGET,
+    name="listops-long",
+    phases=(
+        LISTOPS_BUDGET.phases[0],
+        Phase(steps=27_500, batch_size=64, lr=7e-4, decay="cosine"),
+    ),
+    validate_every=1000,
+)
+
 # The same, at document 004's sizes (BERT-mini), whose BigBird has four random blocks.
 LISTOPS_MINI = replace(LISTOPS_BUDGET, name="listops-mini", depth=4, ff=1024, dropout=0.1)
 
@@ -260,6 +271,7 @@ RECIPES = {
         SMOKE,
         LISTOPS_DEMO,
         LISTOPS_PLAIN,
+        LISTOPS_LONG,
         LISTOPS_MINUTES,
         TEXT_MINUTES,
         RETRIEVAL_MINUTES,
