@@ -27,12 +27,14 @@ import torch
 from conftest import pytest_benchmark_generate_machine_info as machine_info
 from torch.profiler import ProfilerActivity, profile
 
+from fastattn.lra.devices import hardware
 from fastattn.lra.recipe import Recipe
 from fastattn.lra.recipes import RECIPES
 from fastattn.lra.tasks import TASKS
-from fastattn.lra.train import Classifier, hardware
+from fastattn.lra.train import Classifier
 
-WARM, TIMED, PROFILED = 120, 100, 20
+# every shape is warmed up and recorded at its first two visits, where steps are compiled
+WARM, TIMED, PROFILED = 500, 100, 20
 CUDA = torch.cuda.is_available()
 ACTIVITY = ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU
 

@@ -109,9 +109,27 @@ def gradients(model, out):
     return torch.autograd.grad(out.square().sum(), [*model.parameters()])
 
 
-def test_a_network_that_reads_in_order_is_not_compiled():
-    with pytest.raises(ValueError, match="leave compile out"):
+def test_what_depends_on_the_length_of_a_batch_is_not_compiled():
+    with pytest.raises(ValueError, match="RecurrentBody is a whole network"):
         make("gru", "none").compile_training()
+    with pytest.raises(ValueError, match="plan 'google' depends on the length"):
+        make("bigbird:plan=google").compile_training()
+
+
+@pytest.mark.parametrize(
+    ("mixer", "positions", "longest"),
+    [
+        ("linear", "sinusoidal", None),
+        ("linear", "learned", 100),
+        ("linformer:seq_len=90,slots=16 linear", "sinusoidal", 90),
+        ("gmlp", "sinusoidal", 100),
+    ],
+)
+def test_lengths_are_rounded_up_to_what_every_part_can_take(mixer, positions, longest):
+    model = make(mixer, positions, max_length=100)
+    for n, rounded in ((3, 64), (64, 64), (65, 128), (90, 128)):
+        assert model._rounded(n) == min(rounded, longest or rounded)
+    assert make("linear", max_length=100)._rounded(200) == 256
 
 
 def test_padding_in_every_form():

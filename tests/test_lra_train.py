@@ -107,12 +107,16 @@ def test_a_compiled_run_gives_the_same_losses(data, tmp_path, monkeypatch, capsy
     for name, compiled in (("a", False), ("b", True)):
         runs.fit("listops", data, recipe, "linear", tmp_path / name, workers=0, compiled=compiled)
         result = json.loads((tmp_path / name / "result.json").read_text())
-        assert result["fit"]["compiled"] is compiled
+        assert result["compiled"] is compiled
     for a, b in zip(history(tmp_path / "a"), history(tmp_path / "b"), strict=True):
         assert b == pytest.approx(a, rel=1e-4)
     assert fit(data, tmp_path / "c", "--compile", mixer="gru") == 2
-    assert "leave compile out" in capsys.readouterr().err
+    assert "RecurrentBody is a whole network" in capsys.readouterr().err
+    assert fit(data, tmp_path / "c", "--compile", "--denoise", "tokens") == 2
+    assert "only denoises" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
+    assert fit(data, tmp_path / "b", "--resume") == 2
+    assert "was started with compile, not without it" in capsys.readouterr().err
 
 
 def test_a_resumed_run_gives_the_same_losses_and_weights(run, data, tmp_path):

@@ -163,16 +163,28 @@ class Encoder(nn.Module):
                 a step. Gradients live until the next forward pass, so they cannot be accumulated.
 
         Raises:
-            ValueError: The network reads in order, and torch's own kernels do that.
+            ValueError: A network that is one body, or a plan of blocks that depends on how long
+                the batch is.
         """
-        if not all(isinstance(block, Block) for block in self.blocks):
-            raise ValueError("a network that reads in order is not compiled: leave compile out")
+        for block in self.blocks:
+            if not isinstance(block, Block):
+                raise ValueError(
+                    f"{type(block).__name__} is a whole network, and is not compiled: leave "
+                    "compile out"
+                )
+            if getattr(block.mixer, "plan", "uniform") != "uniform":
+                raise ValueError(
+                    f"bigbird's plan {block.mixer.plan!r} depends on the length of the batch, "
+                    "which compiled training rounds up: leave compile out, or take plan=uniform"
+                )
         mode = "reduce-overhead" if graphs else None
         self._compiled = torch.compile(self._classify, dynamic=True, mode=mode)
 
     def _rounded(self, n: int) -> int:
-        """Up to a multiple of 64 where that is no longer than the longest, so that they are few."""
-        longest = self.max_length - int(self.cls is not None)
+        """Up to a multiple of 64, so that lengths are few, or to the longest there can be."""
+        limits = [x for m in self.modules() if isinstance(x := getattr(m, "seq_len", None), int)]
+        limits += [self.max_length] if self.place is not None else []
+        longest = min(limits, default=n + LENGTHS_APART) - int(self.cls is not None)
         return max(n, min(-(-n // LENGTHS_APART) * LENGTHS_APART, longest))
 
     def _classify(self, tokens: Tensor, padding: Padding) -> Tensor:

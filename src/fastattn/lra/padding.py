@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,14 @@ class Padding:
     Args:
         mask: ``(b, n)`` bool, True = padding.
         counts: Real tokens of each row, ``(b,)`` int64.
-        lengths: The same, on the CPU; the others are where the tokens are.
+        stretches: Boundaries in the flattened batch of each row's tokens and of its padding, in
+            turns, ``(2 b + 1,)`` int32; a stretch may be empty.
+        lengths: The counts, on the CPU; the others are where the tokens are.
     """
 
     mask: Tensor
     counts: Tensor
+    stretches: Tensor
     lengths: Tensor
 
     @classmethod
@@ -33,16 +35,10 @@ class Padding:
             raise ValueError(f"lengths must be from 1 to n = {n}, got {lengths.tolist()}")
         counts = lengths.to(device, non_blocking=True)
         mask = torch.arange(n, device=device) >= counts[:, None]
-        return cls(mask, counts, lengths)
-
-    @cached_property
-    def stretches(self) -> Tensor:
-        """Boundaries in the flattened batch of each row's tokens and of its padding, in turns:
-        ``(2 b + 1,)`` int32; a stretch may be empty."""
-        rows, n = self.mask.shape
-        starts = torch.arange(rows, device=self.mask.device) * n
-        ends = torch.stack((starts, starts + self.counts), 1).flatten()
-        return F.pad(ends, (0, 1), value=rows * n).int()
+        starts = torch.arange(len(lengths), device=device) * n
+        ends = torch.stack((starts, starts + counts), 1).flatten()
+        stretches = F.pad(ends, (0, 1), value=len(lengths) * n).int()
+        return cls(mask, counts, stretches, lengths)
 
     def clear(self, x: Tensor) -> Tensor:
         """``(b, n, width)``, zero where there is no token."""

@@ -23,11 +23,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 import fastattn
 from fastattn.lra.checkpoints import CheckpointFiles, read_checkpoint
 from fastattn.lra.data import Data, Task
+from fastattn.lra.devices import hardware, is_first
 from fastattn.lra.encoder import mixers_of, reach
 from fastattn.lra.protocols import DEFAULT
 from fastattn.lra.recipes import Recipe
 from fastattn.lra.tasks import TASKS
-from fastattn.lra.train import Classifier, chance_losses, check_vocabulary, hardware, is_first
+from fastattn.lra.train import Classifier, chance_losses, check_vocabulary
 from fastattn.lra.transfer import begin_with, summary
 
 
@@ -93,7 +94,7 @@ def fit(
     recipe = recipe.on(len(splits["train"]), longest)
     trainer_options = hardware(recipe, devices, nodes)
     _check_lengths(longest, recipe, mixer)
-    result = _describe(task, data_dir, splits, recipe, mixer)
+    result = _describe(task, data_dir, splits, recipe, mixer) | {"compiled": compiled}
     if resume:
         before = _read_result(out)
         _check_same_run(out, before, result)
@@ -106,6 +107,8 @@ def fit(
     model = Classifier(task, recipe, mixer, splits, workers)
     result["parameters"] = sum(p.numel() for p in model.parameters())
     result["reach"] = reach(model.encoder)
+    if compiled and not recipe.classifies:
+        raise ValueError("a run that only denoises is not compiled: leave compile out")
     if compiled:
         model.encoder.compile_training(graphs=recipe.accumulate == 1)
     if begin is not None and not resume:
@@ -152,7 +155,6 @@ def fit(
         "seconds": round(model.seconds, 1),
         "data_wait": round(model.waited / model.seconds, 4),
         "devices": devices * nodes,
-        "compiled": compiled,
         "warnings": model.warnings,
         "finished": trainer.global_step >= recipe.steps
         or early.stopped_epoch > 0
@@ -360,6 +362,9 @@ def _check_same_run(out: Path, before: dict[str, Any], now: dict[str, Any]) -> N
     for key in ("task", "mixer", "positions", "vocabulary"):
         if before[key] != same[key]:
             raise ValueError(f"{out} was started with {key} {before[key]!r}, not {same[key]!r}")
+    if before.get("compiled", False) != same["compiled"]:
+        how = ("without", "with") if same["compiled"] else ("with", "without")
+        raise ValueError(f"{out} was started {how[0]} compile, not {how[1]} it")
     if _protocol(before) != _protocol(same):
         raise ValueError(
             f"{out} was started with protocol {_protocol(before)!r}, not {_protocol(same)!r}"

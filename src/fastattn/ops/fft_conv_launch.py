@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -41,7 +42,16 @@ def address(x: Tensor | None) -> int:
 
 @cache
 def table_of(length: int, device: torch.device) -> Tensor:
-    """The roots of a transform, on a device; the first time synchronises."""
+    """The roots of a transform, on a device; the first time synchronises.
+
+    Made on a thread of its own: while torch warms up for a CUDA graph, what this one allocates is
+    the graph's, which overwrites it.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_make_table, length, device).result()
+
+
+def _make_table(length: int, device: torch.device) -> Tensor:
     part = _native.part()
     table = torch.empty(part.conv_table_size(length), dtype=torch.float32, device="cpu")
     part.conv_table(length, table.data_ptr())
