@@ -33,3 +33,14 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quick_compile(monkeypatch):
+    """torch.compile as one graph or an error, without the minutes of code generation."""
+    real = torch.compile
+
+    def quickly(function, *, dynamic, mode):
+        return real(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", quickly)

@@ -80,13 +80,7 @@ def test_sinusoids_are_bounded_and_distinct():
 @pytest.mark.parametrize(  # bigbird's torch path takes a minute to trace
     ("mixer", "positions"), [x for x in EVERY if x[0].split(":")[0] not in (*BODIES, "bigbird")]
 )
-def test_training_compiles_once_for_all_lengths(mixer, positions, monkeypatch):
-    real = torch.compile
-
-    def quickly(function, *, dynamic, mode):
-        return real(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
-
-    monkeypatch.setattr(torch, "compile", quickly)
+def test_training_compiles_once_for_all_lengths(mixer, positions, quick_compile):
     model, compiled = (make(mixer, positions, pool="cls", depth=1) for _ in range(2))
     compiled.compile_training()
     torch._dynamo.reset()
@@ -181,8 +175,7 @@ def test_bad_options_say_what_is_wrong():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "mixer",
-    ["linear", "performer", "bigbird", "linformer:slots=64", "long_conv", "gmlp", "conv", "tcn"],
+    "mixer", ["linear", "performer", "bigbird", "linformer", "long_conv", "gmlp", "conv", "tcn"]
 )
 def test_memory_grows_as_the_length_does(mixer):
     """Not as its square, which a pattern that is only masked would need."""
@@ -203,4 +196,4 @@ def test_memory_grows_as_the_length_does(mixer):
             model.zero_grad()
         return found
 
-    assert peak(8192) < 2.5 * peak(4096)
+    assert peak(8192) < 2.2 * peak(4096)

@@ -96,13 +96,7 @@ def test_every_mixer_trains(data, tmp_path, mixer):
 # Resuming
 
 
-def test_a_compiled_run_gives_the_same_losses(data, tmp_path, monkeypatch, capsys):
-    real = torch.compile
-
-    def quickly(function, *, dynamic, mode):
-        return real(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
-
-    monkeypatch.setattr(torch, "compile", quickly)
+def test_a_compiled_run_gives_the_same_losses(data, tmp_path, quick_compile, capsys):
     recipe = replace(SMOKE, dropout=0.0)  # eager and compiled dropout draw other numbers
     for name, compiled in (("a", False), ("b", True)):
         runs.fit("listops", data, recipe, "linear", tmp_path / name, workers=0, compiled=compiled)

@@ -228,6 +228,17 @@ def test_vmap_runs_over_convolutions(backend):
             assert_same(of_k[i], want[1])
 
 
+def torchs_attention_has_one():
+    """A forward derivative, which is a matter of its version, of the device and of the shape."""
+    x = torch.randn(1, 2, 8, 8, device=DEVICE)
+    attend = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # noqa: E731
+    try:
+        torch.func.jvp(attend, (x,), (x,))
+    except NotImplementedError:
+        return False
+    return True
+
+
 @backends
 @mechanisms
 def test_a_forward_derivative_is_exact_or_refused(name, backend):
@@ -244,8 +255,9 @@ def test_a_forward_derivative_is_exact_or_refused(name, backend):
         return
     try:
         found = derivative()
-    except NotImplementedError:
-        assert name == "linformer"  # calls torch's own attention: some of its kernels have none
+    except NotImplementedError as error:
+        if name != "linformer" or torchs_attention_has_one() or "forward" not in str(error):
+            raise
         return
     h = 1e-3
     with torch.no_grad():

@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--workers", type=int, help="loader processes of each device")
     fit.add_argument(
-        "--compile", action="store_true", help="by torch.compile: a minute, then faster steps"
+        "--compile", action="store_true", help="train by torch.compile and CUDA graphs"
     )
     fit.add_argument(
         "--from",
