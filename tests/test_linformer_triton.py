@@ -68,6 +68,24 @@ def test_padding_changes_nothing_whatever_it_holds(kind, own):
         assert torch.equal(a, b)
 
 
+@forms
+@pytest.mark.parametrize("name", ["ragged", "grouped", "longer-keys"])
+def test_keys_that_are_the_values_have_one_gradient(name, own):
+    case = next(c for c in CASES if c.name == name)
+    mask = testing.padding_masks(case.b, case.s)["interior"].to(DEVICE)
+    e, f = projections(case, own)
+    views = torch.stack([f, f], 1)[:, 0]  # of other strides
+    for other, hidden in ((f, None), (f, mask), (views, None)):
+        tried, want = (
+            lambda q, x, e, f, of=of: of(q, x, x, e, f, key_padding_mask=hidden)  # noqa: B023
+            for of in (kernels, ops.linformer_attention_reference)
+        )
+        for dtype in DTYPES:
+            q, x, _ = case.inputs(dtype, DEVICE)
+            inputs = [q, x, *(y.to(DEVICE, dtype) for y in (e, other))]
+            testing.assert_as_accurate_as(tried, want, inputs)
+
+
 def test_slots_that_are_off_are_not_seen():
     q, keys, values = (torch.randn(2, 2, n, 8, device=DEVICE) for n in (9, 20, 20))
     off = torch.zeros(2, 20, dtype=torch.bool, device=DEVICE)
@@ -118,13 +136,18 @@ def test_the_registered_operators_pass_opcheck():
     e, f = (x.to(DEVICE) for x in projections(case, True))
     mask = torch.rand(case.b, case.s, device=DEVICE) < 0.3
     tests, found = ("test_schema", "test_faketensor"), torch.ops.fastattn
-    for proj, hidden, heads, pair in ((e[0], None, case.h_kv, False), (f, mask, case.h, True)):
-        other = (k.sin(), proj.cos()) if pair else (None, None)
+    for proj, hidden, heads, other in (
+        (e[0], None, case.h_kv, (None, None)),
+        (f, mask, case.h, (k.sin(), f.cos())),
+        (f, mask, case.h, (None, f.cos())),
+    ):
+        pair = other[1] is not None
         call = (k, proj, *other, hidden, heads)
         torch.library.opcheck(found.linformer_compress.default, call, test_utils=tests)
         slots, *_ = found.linformer_compress(*call)
         dslots = torch.randn_like(slots), torch.randn_like(slots) if pair else None
         for wanted in ((True,) * 4, (True, False, False, True), (False, True, True, True)):
+            wanted = [w and x is not None for w, x in zip(wanted, call[:4], strict=True)]
             back = (*dslots, *call[:5], *wanted)
             torch.library.opcheck(found.linformer_compress_backward.default, back, test_utils=tests)
         off = None if hidden is None else torch.rand(case.b, slots.shape[2], device=DEVICE) < 0.3

@@ -8,6 +8,7 @@ The gradients of slots, and dq where slots are more than a tile, are sums of par
 ``linformer.add`` adds in their order.
 """
 
+import triton
 import triton.language as tl
 
 from fastattn.kernels.linear_attention_parts import begin, behind_first, launched, put, tile
@@ -76,17 +77,48 @@ def grad_slots_kernel(
     tl.store(dvalues_ptr + row * E + y, dv.to(dvalues_ptr.dtype.element_ty), mask=here & (y < E))
 
 
+@triton.jit
+def from_slots(
+    acc, dslots_ptr, proj_ptr, p_h, p_k, first_head, row, at, there, n, G, S, SLOTS,
+    WIDTH: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Adds ``[N, C]``, what all slots hand to a tile of tokens: of G heads if OWN.
+
+    ``row`` is where the slots of each column begin, of the first head.
+    """
+    columns_there = (S + 7) // 8 * 8
+    p_h, p_k = p_h // 8 * 8, p_k // 8 * 8
+    turns = tl.cdiv(SLOTS, BLOCK_K)
+    for turn in range(0, behind_first(0, turns * G if OWN else turns)):
+        more = turn // turns if OWN else 0  # heads behind the first
+        slot = turn % turns * BLOCK_K + tl.arange(0, BLOCK_K)
+        here = slot < SLOTS
+        at_p = proj_ptr + (first_head + more) * p_h + slot.to(tl.int64)[:, None] * p_k + n[None, :]
+        p = tl.load(at_p, mask=here[:, None] & (n < columns_there)[None, :], other=0.0)
+        p = p.to(DOT)  # [K, N]
+        at_d = dslots_ptr + (row + more * SLOTS)[None, :] * WIDTH + at[None, :]
+        inside = here[:, None] & there[None, :]
+        d = tl.load(at_d + slot[:, None] * WIDTH, mask=inside, other=0.0).to(DOT)  # [K, C]
+        acc = tl.dot(tl.trans(p), d, acc, input_precision=PRECISION)
+    return acc
+
+
 @launched
 def grad_tokens_kernel(
     dslots_ptr, proj_ptr, dx_ptr, other_dslots_ptr, other_proj_ptr, other_dx_ptr, hidden_ptr,
     p_h, p_k,
     HKV, G, S, SLOTS, TILES,
-    PAIR: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
+    PAIR: tl.constexpr, SAME: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx (B, S, HKV, WIDTH) of dslots (B, heads, SLOTS, WIDTH): if OWN of G heads to each."""
-    if PAIR:
+    """dx (B, S, HKV, WIDTH) of dslots (B, heads, SLOTS, WIDTH): if OWN of G heads to each.
+
+    If SAME, the other's are the same tokens, and dx is the sum.
+    """
+    if PAIR and not SAME:
         if tl.program_id(1) == 1:
             dslots_ptr, proj_ptr, dx_ptr = other_dslots_ptr, other_proj_ptr, other_dx_ptr
     parts = tl.cdiv(S, BLOCK_N)
@@ -100,22 +132,14 @@ def grad_tokens_kernel(
         of, at = (which * BLOCK_C + c) // WIDTH, (which * BLOCK_C + c) % WIDTH
         there = of < HKV
     n = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns_there = (S + 7) // 8 * 8
-    p_h, p_k = p_h // 8 * 8, p_k // 8 * 8
+    head = which * G if OWN else 0
+    row = ((b * HKV + of) * G if OWN else b * HKV + of) * SLOTS
     acc = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-    turns = tl.cdiv(SLOTS, BLOCK_K)
-    for turn in range(0, behind_first(0, turns * G if OWN else turns)):
-        head = which * G + turn // turns if OWN else 0
-        slot = turn % turns * BLOCK_K + tl.arange(0, BLOCK_K)
-        here = slot < SLOTS
-        at_p = proj_ptr + head * p_h + slot.to(tl.int64)[:, None] * p_k + n[None, :]
-        p = tl.load(at_p, mask=here[:, None] & (n < columns_there)[None, :], other=0.0)
-        p = p.to(DOT)  # [K, N]
-        row = (b * HKV * G + head if OWN else b * HKV + of) * SLOTS
-        at_d = dslots_ptr + (row + tl.zeros_like(of))[None, :] * WIDTH + at[None, :]
-        inside = here[:, None] & there[None, :]
-        d = tl.load(at_d + slot[:, None] * WIDTH, mask=inside, other=0.0).to(DOT)  # [K, C]
-        acc = tl.dot(tl.trans(p), d, acc, input_precision=PRECISION)
+    acc = from_slots(acc, dslots_ptr, proj_ptr, p_h, p_k, head, row, at, there, n, G, S, SLOTS,
+                     WIDTH, OWN, PRECISION, DOT, BLOCK_K)  # fmt: skip
+    if SAME:
+        acc = from_slots(acc, other_dslots_ptr, other_proj_ptr, p_h, p_k, head, row, at, there, n,
+                         G, S, SLOTS, WIDTH, OWN, PRECISION, DOT, BLOCK_K)  # fmt: skip
     if MASKED:
         acc = tl.where(seen_tokens(hidden_ptr + b * S, n, S, MASKED)[:, None], acc, 0.0)
     to = dx_ptr + ((b * S + n)[:, None] * HKV + of[None, :]) * WIDTH + at[None, :]

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import _check, _tuning
-from fastattn.nn.linformer_sums import Sum, counts, of_both, of_softmax, of_windows, resampled
+from fastattn.nn.linformer_sums import (
+    Sum,
+    counts,
+    of_both,
+    of_both_heads,
+    of_softmax,
+    of_windows,
+    resampled,
+)
 from fastattn.nn.multihead import MultiHead, linear
 from fastattn.ops.linformer import BACKENDS, attend
 from fastattn.ops.linformer_torch import attend_to_segments
@@ -307,20 +315,14 @@ class LinformerAttention(MultiHead):
     def _project_slots(
         self, query: Tensor, key: Tensor, value: Tensor, about: _Keys
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compress, then project: tokens are read once where keys and values are the same."""
+        """Compress, then project: the layers of keys and values run on slots alone."""
         of_key, of_value = about.of_key, about.of_value
         assert of_key is not None
         assert of_value is not None
         if key is value and of_key is of_value:
             keys = values = of_key.of(key, self.backend)
-        elif key is value:
-            both = of_key._replace(
-                matrix=torch.cat([of_key.matrix, of_value.matrix], -2), rows=None
-            )
-            keys, values = both.of(key, self.backend).chunk(2, -2)
-            keys, values = of_key.scale(keys), of_value.scale(values)
         else:
-            keys, values = of_key.of(key, self.backend), of_value.of(value, self.backend)
+            keys, values = of_both(key, value, of_key, of_value, self.backend)
         weights, biases = self._in_projections()
         parts = [linear(query, weights[0], biases[0])]
         for x, weight, bias, of in zip(
@@ -397,7 +399,7 @@ class LinformerAttention(MultiHead):
         else:
             if ignored is not None:
                 tokens = tokens[0].masked_fill(ignored, 0), tokens[1].masked_fill(ignored, 0)
-            slots = of_both(*tokens, of_key, of_value, self.backend)
+            slots = of_both_heads(*tokens, of_key, of_value, self.backend)
         if about.extra:
             slots = tuple(torch.cat(parts, 2) for parts in zip(slots, extra, strict=True))
         return slots[0], slots[1]

@@ -53,6 +53,16 @@ class Sum(NamedTuple):
 def of_both(
     k: Tensor, v: Tensor, of_key: Sum, of_value: Sum, backend: str | None
 ) -> tuple[Tensor, Tensor]:
+    """``of`` of keys and of values."""
+    key = k.unsqueeze(1)
+    value = key if v is k else v.unsqueeze(1)
+    keys, values = of_both_heads(key, value, of_key, of_value, backend)
+    return keys.squeeze(1), values.squeeze(1)
+
+
+def of_both_heads(
+    k: Tensor, v: Tensor, of_key: Sum, of_value: Sum, backend: str | None
+) -> tuple[Tensor, Tensor]:
     """``of_heads`` of keys and of values."""
     if of_key.of_samples or of_value.of_samples:
         return of_key.of_heads(k, backend), of_value.of_heads(v, backend)

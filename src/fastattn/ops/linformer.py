@@ -131,10 +131,11 @@ def compress_both(
     h: int,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys by ``proj_k`` and values by ``proj_v``, at once where there is a kernel for it."""
+    """Keys by ``proj_k`` and values by ``proj_v``, at once where there is a kernel for it; if v is
+    k, its gradient is made as one."""
     if _select(k, backend) != "triton":
         return compress(k, proj_k, mask, h, backend), compress(v, proj_v, mask, h, backend)
-    k, v = under_autocast(k, v)
+    k, v = under_autocast(k) * 2 if v is k else under_autocast(k, v)
     with in_full_precision(k.device.type):
         return triton_path.compress_both(k, v, proj_k, proj_v, mask, h)
 

@@ -25,6 +25,7 @@ class Options(NamedTuple):
     full: bool  # they are that many
     whole: bool  # sums are not split: they are stored as what they are
     pair: bool = False
+    same: bool = False  # the gradients of a pair are one
 
 
 def constants(kernel: str, options: Options) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def constants(kernel: str, options: Options) -> dict[str, Any]:
     dot, precision = _tuning.block_sparse_dot_type(options.dtype)
     return {
         "PAIR": options.pair,
+        "SAME": options.same,
         "UNIT": options.unit,
         "D": options.d,
         "E": options.e,

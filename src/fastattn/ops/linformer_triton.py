@@ -23,7 +23,7 @@ _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "linformer_compress(Tensor x, Tensor proj, Tensor? other_x, Tensor? other_proj, "
     "Tensor? hidden, int heads) -> Tensor[]"
-)  # slots of x, and of the other if there is one
+)  # slots of x, and of the other x, or of x again, if there is another projection
 _lib.define(
     "linformer_compress_backward(Tensor dslots, Tensor? other_dslots, Tensor x, Tensor proj, "
     "Tensor? other_x, Tensor? other_proj, Tensor? hidden, bool of_x, bool of_proj, "
@@ -54,14 +54,14 @@ def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
 def compress_both(
     k: Tensor, v: Tensor, proj_k: Tensor, proj_v: Tensor, mask: Tensor | None, h: int
 ) -> tuple[Tensor, Tensor]:
-    """The same of two, in one launch where they are alike."""
+    """The same of two, in one launch where they are alike. Where v is k, its gradient is one."""
     if (
         k.shape == v.shape
         and proj_k.shape == proj_v.shape
         and k.dtype == v.dtype
         and proj_k.dtype == proj_v.dtype
     ):
-        keys, values = _compress_all((k, proj_k, v, proj_v), mask, h)
+        keys, values = _compress_all((k, proj_k, None if v is k else v, proj_v), mask, h)
         return keys, values
     return compress(k, proj_k, mask, h), compress(v, proj_v, mask, h)
 
@@ -161,17 +161,16 @@ def _columns(x: Tensor, proj: Tensor, heads: int, tile: int) -> int:
     return heads if proj.dim() == 3 else -(-x.shape[1] * x.shape[3] // tile)
 
 
-def _readable(proj: Tensor, s: int) -> Tensor:
-    """Rows of s columns that begin at multiples of 8, with zeros up to the next one: as it is, or
-    copied, which takes less time than to load its elements one by one."""
-    strides = proj.stride()
-    if (
-        strides[-1] == 1
-        and proj.data_ptr() % 16 == 0
-        and not any(x % 8 for x in (s, *strides[:-1]))
-    ):
-        return proj
-    return F.pad(proj[..., :s], (0, -s % 8)).contiguous()  # no padding would keep other strides
+def _readable(s: int, *projections: Tensor) -> tuple[Tensor, ...]:
+    """Rows of s columns that begin at multiples of 8, with zeros up to the next one: as they are,
+    or copied, which takes less time than to load elements one by one; all with the same strides."""
+    strides = projections[0].stride()
+    if all(
+        p.stride() == strides and strides[-1] == 1 and p.data_ptr() % 16 == 0 for p in projections
+    ) and not any(x % 8 for x in (s, *strides[:-1])):
+        return projections
+    # no padding would keep other strides
+    return tuple(F.pad(p[..., :s], (0, -s % 8)).contiguous() for p in projections)
 
 
 def _strides_of(proj: Tensor) -> tuple[int, int]:
@@ -186,16 +185,30 @@ def _compress(
     hidden: Tensor | None,
     heads: int,
 ) -> list[Tensor]:
-    s, d, hidden = x.shape[2], x.shape[3], whole(hidden)
-    made, given = [], []
-    for y, p in ((x, proj), (other_x, other_proj)):
-        if y is not None and p is not None:
-            made.append(y.new_empty(y.shape[0], heads, p.shape[-2], d))
-            given.append((dense(y), _readable(p, s), made[-1]))
+    hidden = whole(hidden)
+    pairs = _pairs(x, proj, other_x, other_proj)
+    made = [y.new_empty(y.shape[0], heads, p.shape[-2], y.shape[3]) for y, p in pairs]
     if made[0].numel():
-        for group in _alike(given):
+        tokens = _dense(pairs)
+        projections = _readable(x.shape[2], *(p for _, p in pairs))
+        for group in _alike([*zip(tokens, projections, made, strict=True)]):
             _launch_compress(hidden, *group)
     return made
+
+
+def _pairs(
+    x: Tensor, proj: Tensor, other_x: Tensor | None, other_proj: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and their projection, one or two; without other tokens x has both projections."""
+    pairs = [(x, proj)]
+    if other_proj is not None:
+        pairs.append((x if other_x is None else other_x, other_proj))
+    return pairs
+
+
+def _dense(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    x = dense(pairs[0][0])
+    return [x, *(x if y is pairs[0][0] else dense(y) for y, _ in pairs[1:])]
 
 
 def _alike(given: list[Any]) -> list[Any]:
@@ -246,25 +259,32 @@ def _compress_backward(
     if 0 in x.shape[:3] or not dslots.numel():
         return [grad.zero_() for grad in grads]
     hidden = whole(hidden)
-    of_x, of_proj = [], []
-    for i, (dz, y, p) in enumerate(((dslots, x, proj), (other_dslots, other_x, other_proj))):
-        if dz is None or y is None or p is None:
-            continue
-        dz = whole(dz)
-        if wanted[2 * i]:
-            of_x.append((dz, _readable(p, y.shape[2]), grads[2 * i]))
-        if wanted[2 * i + 1]:
-            of_proj.append((dense(y), dz, grads[2 * i + 1]))
-    for group in _alike(of_x):
-        _launch_grad_tokens(hidden, x.shape, *group)
-    for group in _alike(of_proj):
-        _launch_grad_projection(hidden, *group)
+    pairs = _pairs(x, proj, other_x, other_proj)
+    dz = [whole(y) for y in (dslots, other_dslots) if y is not None]
+    same = len(pairs) == 2 and other_x is None
+    if wanted[0] or wanted[2]:
+        projections = _readable(x.shape[2], *(p for _, p in pairs))
+        into = [grads[0]] * 2 if same else grads[::2]
+        of_x = [*zip(dz, projections, into, strict=False)]
+        if not same:
+            of_x = [one for one, want in zip(of_x, wanted[::2], strict=False) if want]
+        for group in [of_x] if same else _alike(of_x):
+            _launch_grad_tokens(hidden, x.shape, same, *group)
+    if wanted[1] or wanted[3]:
+        of_proj = [*zip(_dense(pairs), dz, grads[1::2], strict=True)]
+        of_proj = [one for one, want in zip(of_proj, wanted[1::2], strict=False) if want]
+        for group in _alike(of_proj):
+            _launch_grad_projection(hidden, *group)
     return grads
 
 
 def _launch_grad_tokens(
-    hidden: Tensor | None, shape: Sequence[int], *group: tuple[Tensor, Tensor, Tensor]
+    hidden: Tensor | None,
+    shape: Sequence[int],
+    same: bool,
+    *group: tuple[Tensor, Tensor, Tensor],
 ) -> None:
+    """``same``: both add to one gradient."""
     (b, h_kv, s, d), (dslots, proj, dx) = shape, group[0]
     (_, heads, slots, _), kernel = dslots.shape, "linformer_backward.grad_tokens"
     options = options_of(dx, proj.dtype, d, hidden, proj.dim() == 3, slots)
@@ -272,10 +292,10 @@ def _launch_grad_tokens(
     columns = _columns(dx, proj, h_kv, tiles["BLOCK_C"])
     launch(
         kernel,
-        (b * columns * -(-s // tiles["BLOCK_N"]), len(group), 1),
+        (b * columns * -(-s // tiles["BLOCK_N"]), 1 if same else len(group), 1),
         (*_flat(group), hidden, *_strides_of(proj), h_kv, _heads_of(dx, proj, heads), s, slots,
          columns),
-        options._replace(pair=len(group) == 2),
+        options._replace(pair=len(group) == 2, same=same),
         constants,
     )  # fmt: skip
 
@@ -304,10 +324,9 @@ def _compress_gradients(
     x: Tensor, proj: Tensor, other_x: Tensor | None, other_proj: Tensor | None, *wanted: bool
 ) -> list[Tensor]:
     grads = []
-    for i, (y, p) in enumerate(((x, proj), (other_x, other_proj))):
-        if y is not None and p is not None:
-            grads.append(heads_inside(y, y.shape[3]) if wanted[2 * i] else y.new_empty(0))
-            grads.append(p.new_empty(p.shape if wanted[2 * i + 1] else 0))
+    for i, (y, p) in enumerate(_pairs(x, proj, other_x, other_proj)):
+        grads.append(heads_inside(y, y.shape[3]) if wanted[2 * i] else y.new_empty(0))
+        grads.append(p.new_empty(p.shape if wanted[2 * i + 1] else 0))
     return grads
 
 
@@ -388,7 +407,7 @@ def _attend_backward(
 
 @torch.library.register_fake("fastattn::linformer_compress", lib=_lib)
 def _(x: Any, proj: Any, other_x: Any, other_proj: Any, hidden: Any, heads: int) -> list[Tensor]:
-    pairs = [(x, proj)] if other_x is None else [(x, proj), (other_x, other_proj)]
+    pairs = _pairs(x, proj, other_x, other_proj)
     return [y.new_empty(y.shape[0], heads, p.shape[-2], y.shape[3]) for y, p in pairs]
 
 
