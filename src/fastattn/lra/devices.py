@@ -10,12 +10,30 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from fastattn.lra.recipe import Recipe
 
+ASKED_EVERY = 50  # steps
+
 
 class DataParallel(DDPStrategy):
-    """Leaves a batch where it is: told of its device, torch would move the lengths there too."""
+    """Leaves a batch where it is: told of its device, torch would move the lengths there too.
+
+    Lightning asks the first process at every step whether it was told to end, and waits for the
+    answer, and so for the GPU: here it asks at every 50th.
+    """
 
     def determine_ddp_device_ids(self) -> None:
         return None
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        ask = getattr(loop, "_broadcast_sigterm_tensor", None)
+        if ask is not None:  # of Lightning 2.6
+
+            def ask_seldom() -> None:
+                if loop.global_step % ASKED_EVERY == 0:
+                    ask()
+
+            loop._broadcast_sigterm_tensor = ask_seldom
 
 
 def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]:

@@ -187,6 +187,21 @@ PATHFINDER_LINFORMER = replace(
     ff=256,
 )
 
+# Frozen, as listops-budget: every mixer the same. Ours, at the sizes of document 001's Transformer.
+PATHFINDER_BUDGET = Recipe(
+    name="pathfinder-budget",
+    task="pathfinder",
+    phases=(Phase(steps=20_000, batch_size=128, lr=1e-3, decay="cosine"),),
+    width=128,
+    depth=6,
+    heads=4,
+    ff=256,
+    max_length=None,
+    warmup=1000,
+    weight_decay=0.05,
+    validate_every=1000,
+)
+
 PATHFINDER_SINUSOIDAL = replace(
     PATHFINDER_GRU,
     name="pathfinder-sinusoidal",
@@ -288,6 +303,7 @@ RECIPES = {
         PATHFINDER_GRU_ATTENTION,
         PATHFINDER_TCN,
         PATHFINDER_LINFORMER,
+        PATHFINDER_BUDGET,
         PATHFINDER_SINUSOIDAL,
         LISTOPS_BERT_MINI,
         TEXT_BERT_MINI,

@@ -130,7 +130,7 @@ def fit(
     latest = ModelCheckpoint(
         out / "checkpoints", "last", save_on_train_epoch_end=True, enable_version_counter=False
     )
-    callbacks: list[Any] = [best, latest, LearningRateMonitor("step"), TQDMProgressBar(10)]
+    callbacks: list[Any] = [best, latest, LearningRateMonitor("step"), ProgressBar(20)]
     patience = recipe.patience if recipe.patience is not None else 10**9
     early = EarlyStopping(f"val/{measure}", recipe.min_delta, patience, mode=mode)
     callbacks.append(early)
@@ -171,6 +171,14 @@ def fit(
     if is_first():
         plot_curve(out)
     return result
+
+
+class ProgressBar(TQDMProgressBar):
+    """Shows the losses when it is drawn."""
+
+    def get_metrics(self, trainer: Any, model: Any) -> dict[str, Any]:
+        shown = {f"train/{name}": f"{x:.3f}" for name, x in model.latest_losses().items()}
+        return {**super().get_metrics(trainer, model), **shown}
 
 
 def evaluate(

@@ -153,7 +153,12 @@ class Classifier(lightning.LightningModule):
     def _note(self, name: str, loss: Tensor, batch: Share) -> None:
         self._losses[name].append(loss.detach())
         size = max(1, batch.counted)
-        self.log(f"train/{name}", loss.detach(), prog_bar=True, batch_size=size)
+        # in Lightning's progress bar it would be waited for at every step
+        self.log(f"train/{name}", loss.detach(), batch_size=size)
+
+    def latest_losses(self) -> dict[str, float]:
+        """Of the last step; waits for it."""
+        return {name: losses[-1].item() for name, losses in self._losses.items() if losses}
 
     def _denoising(self, share: Share) -> Tensor:
         """The denoising loss of each document of a share."""
