@@ -101,12 +101,12 @@ def bench_fft_conv(bench, rival, shape, backward):
 @pytest.mark.parametrize("rival", ["fastattn", "torch.fft"])
 def bench_both_ways(bench, rival, shape, backward):
     """Two-sided, at the shapes of Long Range Arena."""
-    b, c, n = shape
+    _, c, n = shape
     backend = None if rival == "fastattn" else "torch"
     (reverse,) = bench.inputs((c, n), dtype=torch.float32)
     options = {"mode": "bidirectional", "reverse": reverse, "reverse_lag": 1}
     function = lambda u, k: ops.fft_conv(u, k, backend=backend, **options)  # noqa: E731
-    case = {"op": f"fft_conv both ways, {c} channels, {b} samples"}
+    case = {"op": "fft_conv both ways", "sweep": "shape"}
     exact = options | {"reverse": reverse.double()}
     measure(bench, rival, function, shape, n, backward, case, **exact)
 

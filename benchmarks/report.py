@@ -44,12 +44,17 @@ def milliseconds(x: float | None) -> str:
     return "-" if x is None else f"{x:.3f}" if x < 1 else f"{x:.2f}"
 
 
+def said(x: object) -> str:
+    return f"({', '.join(map(str, x))})" if isinstance(x, list) else str(x)
+
+
 def table(entries: list[dict], x: str = "n") -> str:
     """One op and pass: a row per length, or what else x says, and rival."""
     rated = any(e.get("tflops") for e in entries)
     rows = [f"| {x} | | ms | × | peak MiB | error | ms at 3 TB/s |" + " TFLOP/s |" * rated]
     rows.append("| --- " * (7 + rated) + "|")
-    for at in sorted({e[x] for e in entries}):
+    ats = sorted([e[x] for e in entries])
+    for at in [at for i, at in enumerate(ats) if at not in ats[:i]]:
         here = [e for e in entries if e[x] == at]
         base = here[0].get("base", OURS)
         ours = next((e["ms"] for e in here if e["rival"] == base), None)
@@ -61,8 +66,8 @@ def table(entries: list[dict], x: str = "n") -> str:
             floor = milliseconds(e.get("floor_ms"))
             rate = f"{e['tflops']:.0f}" if e.get("tflops") else "-"
             rows.append(
-                f"| {at} | {e['rival']} | {milliseconds(e['ms'])}{graph} | {ratio} | {peak} | "
-                f"{wrong} | {floor} |" + f" {rate} |" * rated
+                f"| {said(at)} | {e['rival']} | {milliseconds(e['ms'])}{graph} | {ratio} | "
+                f"{peak} | {wrong} | {floor} |" + f" {rate} |" * rated
             )
     return "\n".join(rows)
 
@@ -119,24 +124,28 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
         parts.append(f"## {device}\n")
         versions = entries[-1]["machine"]
         names = ("fastattn", "torch", "triton", "flash-linear-attention")
-        said = ", ".join(f"{name} {versions.get(name)}" for name in names if versions.get(name))
+        with_versions = [f"{name} {versions.get(name)}" for name in names if versions.get(name)]
         pinned = ", pinned to one core" if versions.get("cores") == 1 else ""
-        parts.append(f"{said}, seed {versions.get('seed')}, {entries[-1]['date']}{pinned}.\n")
+        about = f"{', '.join(with_versions)}, seed {versions.get('seed')}, {entries[-1]['date']}"
+        parts.append(f"{about}{pinned}.\n")
         groups = defaultdict(list)
         for e in entries:
             groups[e["op"], e["pass"], e.get("sweep", "n")].append(e)
         for (op, direction, x), group in sorted(groups.items()):
             e = group[0]
+            length = 2 if e["shape"][2] == e.get("n") else 1
             shape = ", ".join(
-                "n" if i == 2 and x == "n" else str(s) for i, s in enumerate(e["shape"])
+                "n" if i == length and x == "n" else str(s) for i, s in enumerate(e["shape"])
             )
+            shape = "" if x == "shape" else f", ({shape})"
             features = f", m = {e['m']}" if x == "n" and "m" in e else ""
-            parts.append(f"### {op} against {x}, {direction}, ({shape}){features}, {e['dtype']}\n")
+            parts.append(f"### {op} against {x}, {direction}{shape}{features}, {e['dtype']}\n")
             against = "" if x == "n" else f" against {x}"
             name = f"{device} {op}{against} {direction}".lower().replace(" ", "-").replace("+", "-")
-            pictures.mkdir(parents=True, exist_ok=True)
-            plot(group, pictures / f"{name}.png", x)
-            parts.append(f"![time, memory and error against {x}](benchmarks/{name}.png)\n")
+            if x != "shape":  # which has no order
+                pictures.mkdir(parents=True, exist_ok=True)
+                plot(group, pictures / f"{name}.png", x)
+                parts.append(f"![time, memory and error against {x}](benchmarks/{name}.png)\n")
             parts += [crossover(group) if x == "n" else "", table(group, x) + "\n"]
     return "\n".join(parts)
 

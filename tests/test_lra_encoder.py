@@ -178,9 +178,13 @@ def test_bad_options_say_what_is_wrong():
     "mixer", ["linear", "performer", "bigbird", "linformer", "long_conv", "gmlp", "conv", "tcn"]
 )
 def test_memory_grows_as_the_length_does(mixer):
-    """Not as its square, which a pattern that is only masked would need."""
+    """Not as its square, which a pattern that is only masked would need.
+
+    Over two doublings, in which a mixer may go over to another way of its own: from 8192 tokens on
+    the spectra of LongConv's taps are in memory, and Linformer compresses first.
+    """
     positions = "none" if mixer in BODIES else "sinusoidal"
-    model = make(mixer, positions, max_length=8192, width=64).cuda()
+    model = make(mixer, positions, max_length=16384, width=64).cuda()
 
     def peak(n):
         tokens = torch.randint(5, 20, (2, n), device="cuda")
@@ -196,4 +200,4 @@ def test_memory_grows_as_the_length_does(mixer):
             model.zero_grad()
         return found
 
-    assert peak(8192) < 2.2 * peak(4096)
+    assert peak(16384) < 2.2**2 * peak(4096)
