@@ -6,12 +6,18 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from test_mechanisms import Counter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
-from fastattn import LinearAttention, PerformerAttention, convert, revert
+from fastattn import MECHANISMS, LinearAttention, PerformerAttention, convert, revert
+
+OPTIONS = {
+    "bigbird": {"block_size": 16},
+    "linformer": {"seq_len": 16, "slots": 4},
+}
 
 
 def transformer():
@@ -50,10 +56,28 @@ def test_the_output_changes_and_comes_back_exactly():
     assert torch.equal(run(model), before)
     assert type(model.encoder.layers[0].self_attn) is nn.MultiheadAttention
     assert vars(model.encoder).keys() == vars(transformer().encoder).keys()
-    assert (
-        vars(model.encoder.layers[0].self_attn).keys() == vars(nn.MultiheadAttention(2, 1)).keys()
-    )
     assert model.encoder.use_nested_tensor is True
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options"),
+    [
+        *((name, OPTIONS.get(name, {})) for name in MECHANISMS),
+        ("bigbird", {"num_global_tokens": 3}),
+        ("performer", {"learned": True, "qk_norm": True, "variant": "oprf"}),
+        ("linformer", {"seq_len": 16, "slots": 4, "kind": "fixed", "sharing": "none"}),
+    ],
+    ids=str,
+)
+def test_nothing_of_ours_is_left_in_a_module_that_came_back(mechanism, options):
+    model, stock = nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2)
+    convert(model, mechanism, **options)
+    revert(model)
+    assert type(model) is nn.MultiheadAttention
+    assert vars(model).keys() == vars(stock).keys()
+    for what in ("_parameters", "_buffers", "_modules"):
+        assert vars(model)[what].keys() == vars(stock)[what].keys()
+    assert model._qkv_same_embed_dim is True
 
 
 def test_parameters_optimiser_and_state_dict_survive():
@@ -92,16 +116,25 @@ def test_a_converted_model_copies_and_pickles():
     assert torch.equal(run(pickle.loads(pickle.dumps(model))), want)
 
 
-def test_a_padded_converted_encoder_gets_its_mask_in_eval():
+@pytest.mark.parametrize("pickled", [False, True], ids=["converted", "pickled"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_padded_converted_encoder_is_called_and_gets_its_mask_in_eval(
+    monkeypatch, mechanism, pickled
+):
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2)
-    convert(model, "linear")
+    convert(model, mechanism, **OPTIONS.get(mechanism, {}))
+    if pickled:
+        model = pickle.loads(pickle.dumps(model))
+    counter = Counter(monkeypatch, MECHANISMS[mechanism])
     x = torch.randn(2, 6, 16)
     pad = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     model.eval()
     with torch.no_grad():
         out = model(x, src_key_padding_mask=pad)
+        assert counter.calls == 2
         short = model(x[1:, :4])
+    assert counter.calls == 4
     torch.testing.assert_close(out[1:, :4], short)
 
 
@@ -261,6 +294,41 @@ def test_what_is_parametrized_is_refused_where_it_is_asked_for(filter):
         assert convert(model, "linear", filter=filter) == ENCODER
 
 
+def test_a_parametrized_output_layer_is_refused_as_what_it_is():
+    model = transformer()
+    layer = model.decoder.layers[1].self_attn.out_proj
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(
+        ValueError, match=r"decoder\.layers\.1\.self_attn\.out_proj is parametrized"
+    ):
+        convert(model, "linear")
+    with pytest.raises(ValueError, match=r"^out_proj is parametrized"):
+        convert(model.decoder.layers[1].self_attn, "linear")
+    assert not any(isinstance(m, LinearAttention) for m in model.modules())
+
+
+def test_what_cannot_be_reverted_says_why_and_changes_nothing():
+    model = transformer()
+    convert(model, "linear")
+    want = run(model)
+    last = model.decoder.layers[1].self_attn
+    parametrize.register_parametrization(last, "in_proj_weight", nn.Identity())
+    with pytest.raises(
+        ValueError, match=r"decoder\.layers\.1\.self_attn is parametrized: .* revert"
+    ):
+        revert(model)
+    assert torch.equal(run(model), want)
+    parametrize.remove_parametrizations(last, "in_proj_weight")
+    last.forward = last.forward
+    with pytest.raises(ValueError, match=r"has a forward of its own.*: revert before wrapping"):
+        revert(model)
+    assert torch.equal(run(model), want)
+    del last.forward
+    parametrize.register_parametrization(last.out_proj, "weight", nn.Identity())
+    assert len(revert(model)) == 6  # of the output layer only the weight is read
+    run(model)
+
+
 def test_what_is_sharded_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -271,6 +339,13 @@ def test_what_is_sharded_is_refused():
             fully_shard(sharded.get_submodule(name), mesh=init_device_mesh("cpu", (1,)))
             with pytest.raises(ValueError, match=r"self_attn is sharded: convert before sharding"):
                 convert(sharded, "linear")
+            sharded = copy.deepcopy(model)
+            convert(sharded, "linear")
+            fully_shard(sharded.get_submodule(name), mesh=init_device_mesh("cpu", (1,)))
+            with pytest.raises(ValueError, match=r"self_attn is sharded: revert before sharding"):
+                revert(sharded)
+            with torch.no_grad():
+                run(sharded)
     finally:
         dist.destroy_process_group()
 

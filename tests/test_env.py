@@ -20,6 +20,8 @@ def test_json_has_versions_devices_and_backends(capsys):
     assert found["fastattn"].startswith(fastattn.__version__)
     assert found["torch"] == torch.__version__
     assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["torch c++11 abi"] == str(torch.compiled_with_cxx11_abi())
+    assert found["nvidia driver"].startswith("none: ") == (DEVICE == "cpu")
     assert found["backends"].keys() == {
         name
         for name in fastattn.ops.__all__
@@ -87,3 +89,22 @@ def test_a_broken_device_is_reported_and_no_error(monkeypatch, capsys):
     monkeypatch.setattr(torch, "zeros", broken)
     assert env.main([]) == 0
     assert "no: CUDA error: no kernel image" in capsys.readouterr().out
+
+
+def test_gpus_that_do_not_answer_are_reported_and_no_error(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("CUDA error: uncorrectable ECC error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    monkeypatch.setattr(torch.backends.cudnn, "version", broken)
+    monkeypatch.setenv("PATH", "/no/such/folder")
+    assert env.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == ["none: CUDA error: uncorrectable ECC error"] * 2
+    assert found["cudnn"] == "none: CUDA error: uncorrectable ECC error"
+    assert "nvidia-smi" in found["nvidia driver"]
+    if DEVICE == "cpu":
+        assert found["backends"]["every op"]["cuda"].startswith("no: ")
+    assert env.main([]) == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_pictures import idx
 
+from fastattn import MECHANISMS
 from fastattn.lra.pictures import IDX
 
 ROOT = Path(__file__).parent.parent
@@ -17,9 +18,14 @@ TINY = {"patch": 7, "width": 8, "heads": 2, "depth": 1, "epochs": 1, "batch": 20
 
 
 @pytest.fixture
-def example(monkeypatch):
+def whole_example(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["from_checkpoint.py"])
-    found = runpy.run_path(str(ROOT / "examples" / "from_checkpoint.py"))
+    return runpy.run_path(str(ROOT / "examples" / "from_checkpoint.py"))
+
+
+@pytest.fixture
+def example(whole_example):
+    found = whole_example
     some = ("softmax", "performer, 16 features", "linformer, n / 4 slots")
     kept = {name: found["ATTENTIONS"][name] for name in some}
     found["ATTENTIONS"].clear()
@@ -70,6 +76,21 @@ def test_every_row_is_made_once_and_a_stopped_run_goes_on(example, pictures, tmp
         assert found["loss"] == pytest.approx(stopped[key]["loss"], abs=2e-4)
     with pytest.raises(SystemExit, match="was made with settings"):
         example["main"]([*arguments, "--lr", "0.1"])
+
+
+def test_every_attention_converts_and_trains(whole_example):
+    pixels = torch.zeros(2, 28, 28, 1, dtype=torch.uint8)
+    assert len(whole_example["ATTENTIONS"]) == 12
+    for name, (mechanism, _) in whole_example["ATTENTIONS"].items():
+        model = whole_example["PatchClassifier"](7, 28, 1, 10, 8, 2, 1)
+        assert whole_example["converted"](model, name) is model
+        kind = MECHANISMS.get(mechanism, torch.nn.MultiheadAttention)
+        assert type(model.encoder.layers[0].self_attn) is kind
+        out = model(pixels)
+        out.square().sum().backward()
+        assert out.shape == (2, 10)
+        assert all(p.grad.isfinite().all() for p in model.parameters()), name
+        assert model.embedding.bias.grad.any(), name
 
 
 def test_the_model_learns(example, pictures):

@@ -1,6 +1,7 @@
 """What PyTorch does with modules: compiling, exporting, transforming, adapting them."""
 
 import copy
+import io
 import warnings
 
 import pytest
@@ -9,8 +10,9 @@ from test_mechanisms import HEADS, OPTIONS, WIDTH
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
-from fastattn import MECHANISMS, ops
+from fastattn import MECHANISMS, LongConv, ToeplitzMix, ops
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -318,6 +320,100 @@ def test_an_adapter_as_a_parametrization_trains_alone_in_an_encoder(name):
     assert type(model.layers[0].self_attn) is MECHANISMS[name]
     with torch.no_grad():
         assert_same(model(x), tuned)
+
+
+# Convolutions
+
+
+CONVOLUTIONS = {
+    "causal": lambda **x: LongConv(WIDTH, 16, **x),
+    "both ways, gated": lambda **x: LongConv(
+        WIDTH, 16, bidirectional=True, gated=True, squash=1e-3, **x
+    ),
+    "toeplitz": lambda **x: ToeplitzMix(WIDTH, 64, independent=6, **x),
+}
+convolutions = pytest.mark.parametrize("name", CONVOLUTIONS)
+
+
+def convolution(name, **options):
+    torch.manual_seed(0)
+    made = CONVOLUTIONS[name](device=DEVICE, **options)
+    if isinstance(made, ToeplitzMix):  # whose taps start near zero
+        with torch.no_grad():
+            made.taps.normal_()
+            made.reverse.normal_()
+    return made
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@convolutions
+def test_a_convolution_compiles_whole(name, padded, compiler):
+    torch._dynamo.reset()
+    layer = convolution(name)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=compiler)
+    for b, n in ((2, 20), (3, 33)):
+        x = tokens(b, n).requires_grad_()
+        mask = (torch.arange(n, device=DEVICE) > n - 5).expand(b, n) if padded else None
+        out, want = (f(x, key_padding_mask=mask) for f in (compiled, layer))
+        wanted = [x, *layer.parameters()]
+        found = torch.autograd.grad(out.square().sum(), wanted)
+        grads = torch.autograd.grad(want.square().sum(), wanted)
+        for a, exact in zip((out, *found), (want, *grads), strict=True):
+            assert_same(a, exact)
+
+
+@convolutions
+def test_a_convolution_exports_and_takes_other_batches(name):
+    layer, x = convolution(name).eval(), tokens(2, 16)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: batch},))
+    for b in (2, 5):
+        x = tokens(b, 16)
+        assert_same(program.module()(x), layer(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in CONVOLUTIONS), ("causal", {"dropout": 0.5})],
+    ids=str,
+)
+def test_a_checkpointed_convolution_has_the_same_gradients(name, options, reentrant):
+    layer, x = convolution(name, **options), tokens(2, 16).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    torch.manual_seed(5)
+    want = torch.autograd.grad(layer(x).square().sum(), wanted)
+    torch.manual_seed(5)
+    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    for a, exact in zip(wanted, want, strict=True):
+        assert_same(a.grad, exact)
+
+
+@convolutions
+def test_per_sample_gradients_of_a_convolution_equal_those_of_a_loop(name):
+    layer, x = convolution(name), tokens(3, 16)
+    parameters = {n: p.detach() for n, p in layer.named_parameters()}
+
+    def loss(parameters, sample):
+        return functional_call(layer, parameters, (sample.unsqueeze(0),)).square().sum()
+
+    by_vmap = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(3):
+        want = torch.autograd.grad(loss(dict(layer.named_parameters()), x[i]), layer.parameters())
+        for found, exact in zip(by_vmap.values(), want, strict=True):
+            assert_same(found[i], exact)
+
+
+@convolutions
+def test_a_convolutions_state_loads_as_weights_alone(name):
+    layer, x, buffer = convolution(name), tokens(2, 16), io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other = CONVOLUTIONS[name](device=DEVICE)
+    assert not torch.equal(other(x), layer(x))
+    other.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
+    assert torch.equal(other(x), layer(x))
 
 
 # Autocast

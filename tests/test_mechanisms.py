@@ -1,14 +1,17 @@
 """The contract of nn.MultiheadAttention, held by every mechanism."""
 
 import copy
+import inspect
 import io
 import pickle
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import MECHANISMS
@@ -82,8 +85,15 @@ constructions = pytest.mark.parametrize(
         pytest.param({}, id="plain"),
         pytest.param({"bias": False}, id="no bias"),
         pytest.param({"kdim": 10, "vdim": 14}, id="widths"),
+        pytest.param({"kdim": 10}, id="kdim"),
+        pytest.param({"vdim": 14}, id="vdim"),
         pytest.param({"add_bias_kv": True}, id="bias_kv", marks=needs_extra_keys),
         pytest.param({"add_zero_attn": True}, id="zero", marks=needs_extra_keys),
+        pytest.param(
+            {"bias": False, "kdim": 10, "add_bias_kv": True, "add_zero_attn": True},
+            id="no bias, kdim, bias_kv and zero",
+            marks=needs_extra_keys,
+        ),
     ],
 )
 causal_or_not = pytest.mark.parametrize(
@@ -140,6 +150,32 @@ def test_every_constructor_argument_works_by_position(name):
     assert positional.batch_first
 
 
+def test_what_others_read_of_stock_is_there_and_the_same(make):
+    stock, ours = nn.MultiheadAttention(WIDTH, HEADS, 0.1), make(WIDTH, HEADS, 0.1)
+    plain = "embed_dim num_heads head_dim kdim vdim dropout batch_first add_zero_attn bias_k bias_v"
+    for attribute in plain.split():
+        assert getattr(ours, attribute) == getattr(stock, attribute), attribute
+    for attribute in ("in_proj_weight", "in_proj_bias"):
+        assert getattr(ours, attribute).shape == getattr(stock, attribute).shape
+    assert ours._qkv_same_embed_dim is False
+    assert type(ours.out_proj) is type(stock.out_proj) is NonDynamicallyQuantizableLinear
+    mask, pad = torch.zeros(5, 5).bool(), torch.zeros(2, 5).bool()
+    for found, want in zip(
+        ours.merge_masks(mask, pad, tokens(2, 5)),
+        stock.merge_masks(mask, pad, tokens(2, 5)),
+        strict=True,
+    ):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(want))
+
+
+def test_every_argument_of_a_call_works_by_position(make, name):
+    signature = inspect.signature(MECHANISMS[name].forward)
+    assert [*signature.parameters] == [*inspect.signature(nn.MultiheadAttention.forward).parameters]
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 7)
+    assert ours(x, x, x, None, True, None, False, False)[1].dim() == 4
+
+
 def test_a_keyword_that_no_one_reads_raises(make):
     with pytest.raises(TypeError, match="feature_maps"):
         make(WIDTH, HEADS, feature_maps="elu")
@@ -175,8 +211,10 @@ def test_the_weights_are_those_that_made_the_output(make, options, causal):
     extra = ours._extra_keys
     assert weights.shape == (2, HEADS, 7, 7 + extra)
     _, _, values = ours._project(q, k, v)
-    if extra:
-        values = torch.cat((values, ours._extras(values, values)[1]), 2)
+    added = [] if ours.bias_v is None else [ours.bias_v.view(1, HEADS, 1, -1).expand(2, -1, -1, -1)]
+    added += [torch.zeros(2, HEADS, 1, WIDTH // HEADS)] * ours.add_zero_attn
+    assert len(added) == extra
+    values = torch.cat((values, *added), 2)
     by_weights = (weights @ values).transpose(1, 2).flatten(2)
     torch.testing.assert_close(out, ours.out_proj(by_weights))
     assert torch.all(weights[1, :, :, 4:7] == 0)
@@ -249,18 +287,26 @@ def test_a_sample_that_is_all_padding_gives_the_bias_and_finite_gradients(make):
     x = tokens(2, 5).requires_grad_()
     pad = torch.tensor([[True] * 5, [False] * 5])
     for need_weights in (False, True):
-        out, _ = ours(x, x, x, pad, need_weights)
+        out, weights = ours(x, x, x, pad, need_weights)
+        assert (weights is None) == (not need_weights)
         torch.testing.assert_close(out[0], ours.out_proj.bias.expand(5, -1))
         out.sum().backward()
         assert x.grad.isfinite().all()
         assert all(p.grad.isfinite().all() for p in ours.parameters())
 
 
-def test_a_finite_bias_on_the_keys_is_refused(make):
+def test_a_finite_bias_on_the_keys_is_refused_with_its_value_and_the_way_out(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 5)
-    with pytest.raises(ValueError, match="0 \\(attend\\) or -inf"):
-        ours(x, x, x, torch.full((2, 5), -1e9))
+    pad = torch.zeros(2, 5)
+    pad[0, 2:] = -torch.inf
+    pad[1, 1:3] = torch.tensor([3.0, -1e9])
+    message = (
+        r"0 \(attend\) or -inf .* a bool mask, True = ignore, or keep nn\.MultiheadAttention in "
+        r"this layer\. The largest is -1e\+09"
+    )
+    with pytest.raises(ValueError, match=f"{type(ours).__name__}: .*{message}"):
+        ours(x, x, x, pad)
 
 
 # Causality
@@ -282,6 +328,15 @@ def test_every_way_to_say_causal_is_the_same(make):
     nothing = torch.zeros(7, 7, dtype=torch.bool)
     assert torch.equal(ours(x, x, x, attn_mask=nothing)[0], ours(x, x, x)[0])
     assert torch.equal(ours(x, x, x, attn_mask=nothing, is_causal=True)[0], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [7, pytest.param(3, marks=needs_cross)])
+def test_a_mask_that_hides_nothing_is_none(make, n, dtype):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    q, x = tokens(2, n), tokens(2, 7)
+    nothing = torch.zeros(n, 7, dtype=dtype)
+    assert torch.equal(ours(q, x, x, attn_mask=nothing)[0], ours(q, x, x)[0])
 
 
 @needs_causal
@@ -337,7 +392,11 @@ def test_no_row_sees_the_future(make, extra):
 def test_a_mask_that_cannot_be_honoured_is_refused_with_the_way_out(make, mask):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 7)
-    with pytest.raises(NotImplementedError, match=r"keep nn\.MultiheadAttention in this layer"):
+    shape = re.escape(str(tuple(mask.shape)))
+    message = (
+        rf"^{type(ours).__name__}: .*{shape} is not .*keep nn\.MultiheadAttention in this layer"
+    )
+    with pytest.raises(NotImplementedError, match=message):
         ours(x, x, x, attn_mask=mask)
 
 
@@ -359,6 +418,29 @@ def test_the_hint_does_not_hide_a_mask_of_another_shape(make, mask):
         ours(x, x, x, attn_mask=mask, is_causal=True)
     with pytest.raises(AssertionError, match="bool or float"):
         ours(x, x, x, attn_mask=torch.zeros(7, 7, dtype=torch.int64), is_causal=True)
+
+
+@needs_causal
+def test_a_debugging_mode_reads_the_mask_behind_a_hint(make, monkeypatch):
+    x = tokens(2, 7)
+    ours = make(WIDTH, HEADS, batch_first=True)
+    always = copy.deepcopy(ours)
+    always.causal = True
+    diagonal, hidden = torch.eye(7).bool(), torch.ones(7, 7, dtype=torch.bool).triu(1)
+    nothing = torch.zeros(7, 7)
+    want = ours(x, x, x, is_causal=True)[0]
+    for mask in (diagonal, nothing):
+        assert torch.equal(ours(x, x, x, attn_mask=mask, is_causal=True)[0], want)
+    monkeypatch.setenv("FASTATTN_CHECK_MASKS", "1")
+    for module, hint in ((ours, True), (always, True), (always, False)):
+        with pytest.raises(NotImplementedError, match=r"\(7, 7\) is not the causal one"):
+            module(x, x, x, attn_mask=diagonal, is_causal=hint)
+        assert torch.equal(module(x, x, x, attn_mask=hidden, is_causal=hint)[0], want)
+    with pytest.raises(ValueError, match=r"\(7, 7\) hides nothing, but is_causal is True"):
+        ours(x, x, x, attn_mask=nothing, is_causal=True)
+    assert torch.equal(always(x, x, x, attn_mask=nothing)[0], want)
+    one = tokens(2, 1)
+    ours(one, one, one, attn_mask=nothing[:1, :1], is_causal=True)
 
 
 # Decoding, where a mechanism can
@@ -493,6 +575,15 @@ def test_dropout_acts_in_training_only(make):
     assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
 
 
+def test_weights_are_those_before_dropout(make):
+    ours = make(WIDTH, HEADS, 0.5, batch_first=True)
+    x = tokens(2, 6)
+    first, second = (ours(x, x, x, need_weights=True) for _ in range(2))
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[1], ours.eval()(x, x, x, need_weights=True)[1])
+
+
 def test_autocast_decides_the_dtype(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 6)
@@ -525,12 +616,24 @@ def test_copies_and_pickles_compute_the_same(make):
         assert torch.equal(other(x, x, x)[0], want)
 
 
+def test_a_state_that_does_not_say_so_leaves_the_fast_path_closed(make):
+    ours = make(WIDTH, HEADS)
+    state = ours.__getstate__()
+    del state["_qkv_same_embed_dim"]  # stock's __setstate__ then sets True
+    loaded = type(ours).__new__(type(ours))
+    loaded.__setstate__(state)
+    assert loaded._qkv_same_embed_dim is False
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpointing_gives_the_same_gradients(make, reentrant):
-    ours = make(WIDTH, HEADS, batch_first=True)
+def test_checkpointing_gives_the_same_gradients(make, reentrant, dropout):
+    ours = make(WIDTH, HEADS, dropout, batch_first=True)
     x = tokens(2, 6).requires_grad_()
     call = lambda y: ours(y, y, y)[0]  # noqa: E731
+    torch.manual_seed(5)
     (want,) = torch.autograd.grad(call(x).square().sum(), x)
+    torch.manual_seed(5)
     checkpoint(call, x, use_reentrant=reentrant).square().sum().backward()
     torch.testing.assert_close(x.grad, want)
 
@@ -545,6 +648,18 @@ def test_it_compiles_whole(make, form, compiler):
     options = {"padded": {"key_padding_mask": pad}, "causal": {"is_causal": True}}.get(form, {})
     compiled = torch.compile(ours, fullgraph=True, backend=compiler)
     torch.testing.assert_close(compiled(x, x, x, **options)[0], ours(x, x, x, **options)[0])
+
+
+@needs_causal
+def test_a_compiled_mask_needs_the_hint(make):
+    torch._dynamo.reset()
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x, hidden = tokens(2, 6), torch.ones(6, 6, dtype=torch.bool).triu(1)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="the values of attn_mask cannot be read"):
+        compiled(x, x, x, attn_mask=hidden)
+    found = compiled(x, x, x, attn_mask=hidden, is_causal=True)[0]
+    torch.testing.assert_close(found, ours(x, x, x, is_causal=True)[0])
 
 
 # What others' attentions have been reported to do
@@ -607,6 +722,7 @@ def test_empty_inputs_are_no_error(make, b, n, s):
     for need_weights in (False, True):
         out, weights = ours(q, kv, kv, need_weights=need_weights)
         assert out.shape == (b, n, WIDTH)
+        assert (weights is None) == (not need_weights)
         assert weights is None or weights.shape == (b, n, s)
 
 
@@ -625,8 +741,15 @@ def test_bad_inputs_say_what_is_wrong(make):
         ours(x, x, x, torch.zeros(2, 5, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="bool or float"):
         ours(x, x, x, attn_mask=torch.zeros(5, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"key_padding_mask must be \(b, s\)"):
-        ours(x, x, x, torch.zeros(5, 2, dtype=torch.bool))
+    label = f"^{type(ours).__name__}: key_padding_mask must be"
+    for dtype in (torch.bool, torch.float32):
+        with pytest.raises(ValueError, match=rf"{label} \(b, s\) = \(2, 5\), got shape \(5, 2\)"):
+            ours(x, x, x, torch.zeros(5, 2, dtype=dtype))
+        with pytest.raises(ValueError, match=rf"{label} \(s,\) = \(5,\), got shape \(1, 5\)"):
+            ours(x[0], x[0], x[0], torch.zeros(1, 5, dtype=dtype))
+        sequence_first = make(WIDTH, HEADS)
+        with pytest.raises(ValueError, match=rf"{label} \(b, s\) = \(5, 2\), got shape \(2, 5\)"):
+            sequence_first(x, x, x, torch.zeros(2, 5, dtype=dtype))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 timm = pytest.importorskip("timm")
 from timm.layers import RmsNorm  # noqa: E402
@@ -190,6 +191,27 @@ def test_what_cannot_be_converted_says_why_and_changes_nothing():
     assert convert(model, "linear") == ["blocks.1.attn"]
 
 
+def test_what_cannot_be_reverted_says_why_and_changes_nothing():
+    model = vit()
+    convert(model, "linear")
+    last = model.blocks[2].attn
+    last.gain = nn.Parameter(torch.ones(1, device=DEVICE))
+    with torch.no_grad():
+        want = model(images())
+        parametrize.register_parametrization(last, "gain", nn.Identity())
+        with pytest.raises(ValueError, match=r"blocks\.2\.attn is parametrized: .* revert"):
+            revert(model)
+        assert torch.equal(model(images()), want)
+        parametrize.remove_parametrizations(last, "gain")
+        last.forward = last.forward
+        with pytest.raises(ValueError, match=r"has a forward of its own.*: revert before wrapping"):
+            revert(model)
+        assert torch.equal(model(images()), want)
+    assert all(isinstance(block.attn, Attention) for block in model.blocks)
+    del last.forward
+    assert len(revert(model)) == 3
+
+
 def test_norms_of_queries_and_keys_are_applied():
     layer = Stock(48, 3, qk_norm=True, norm_layer=RmsNorm).to(DEVICE)
     x = torch.randn(2, 12, 48, device=DEVICE)
@@ -198,6 +220,24 @@ def test_norms_of_queries_and_keys_are_applied():
         before = layer(x)
         layer.q_norm.weight.mul_(3)
         assert not torch.allclose(layer(x), before)
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "bigbird", "linformer"])
+def test_a_model_of_timms_own_list_at_its_real_width(mechanism):
+    model = timm.create_model("vit_base_patch16_224", depth=2).to(DEVICE).eval()
+    x = torch.randn(1, 3, 224, 224, device=DEVICE)
+    want = model(x)
+    assert convert(model, mechanism) == ["blocks.0.attn", "blocks.1.attn"]
+    out = model(x)
+    assert out.shape == (1, 1000)
+    if mechanism in EXACT:  # 197 tokens are so few that their defaults see all
+        assert_near = torch.testing.assert_close
+        assert_near(out, want, rtol=1e-4, atol=1e-4 * want.std().item())
+    else:
+        assert (out - want).norm() > 0.05 * want.norm()
+    out.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
 
 
 def test_it_compiles_whole():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -54,6 +55,14 @@ def gpt2(**more):
     about = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "vocab_size": 50}
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, **about, **more)
     return transformers.GPT2LMHeadModel(config).eval()
+
+
+def bart(**more):
+    sizes = {f"{side}_{x}": n for side in ("encoder", "decoder")
+             for x, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    about = {"vocab_size": 50, "max_position_embeddings": 128, "d_model": 32, "dropout": 0.0}
+    config = transformers.BartConfig(**about, **sizes, **more)
+    return transformers.BartForConditionalGeneration(config).eval()
 
 
 def tokens(b, n):
@@ -211,6 +220,44 @@ def test_generation_with_and_without_a_cache_and_with_padding_agree(make, name):
     assert torch.equal(cached, plain)
     alone = model.generate(ids[1:, 5:], attention_mask=mask[1:, 5:], **about)
     assert torch.equal(alone[0, -6:], cached[1, -6:])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_an_encoder_and_a_decoder_generate_with_and_without_a_cache(name, monkeypatch):
+    model = bart()
+    counted = calls(monkeypatch, name)
+    model.set_attn_implementation(name)
+    ids, mask = tokens(2, 20), padded(20, "right")
+    about = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 1}
+    about |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": mask}
+    cached = model.generate(ids, use_cache=True, **about)
+    assert len(counted) == 2 + 8 * 4  # the encoder once, a step itself and across
+    plain = model.generate(ids, use_cache=False, **about)
+    assert torch.equal(cached.sequences, plain.sequences)
+    found, want = (torch.stack(x.logits) for x in (cached, plain))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert (found[:, 0] - found[:, 1]).abs().max() > 1e-3  # which differ by what they read
+    other = ids.masked_fill(mask == 0, 7)
+    assert torch.equal(torch.stack(model.generate(other, **about).logits), found)
+
+
+@pytest.mark.parametrize("name", NAMES[2:])
+def test_a_decoder_is_refused_by_what_has_no_causal_form(name):
+    model = bart()
+    model.set_attn_implementation(name)
+    with pytest.raises(NotImplementedError, match="linear and performer are for decoders"):
+        model(input_ids=tokens(2, 20), decoder_input_ids=tokens(2, 20))
+
+
+def test_linformer_across_with_a_slot_for_every_key_is_softmax_attention():
+    module = torch.nn.Module()
+    module.is_causal = False
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 20, 8), torch.randn(2, 4, 20, 8)
+    mask = padded(20, "right").bool()
+    register(linformer={"slots": 20})
+    got, _ = ALL_ATTENTION_FUNCTIONS["fastattn_linformer"](module, q, k, v, mask, scaling=0.5)
+    want = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], scale=0.5)
+    torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 # The rest of a model's life

@@ -118,11 +118,14 @@ def revert(model: nn.Module) -> list[str]:
         The dotted names of the reverted modules.
 
     Raises:
-        ValueError: There is nothing to revert.
+        ValueError: There is nothing to revert, or a module is parametrized, sharded or wrapped.
+            Nothing has been changed then.
     """
     reverted = {n: m for n, m in model.named_modules() if isinstance(m, MultiHead)}
     if not reverted:
         raise ValueError(f"{type(model).__name__} has no fastattn attention to revert")
+    for name, module in reverted.items():
+        refuse_changed(name, module, "revert")
     for module in reverted.values():
         stock = module._stock_class
         module._unconfigure()
@@ -212,23 +215,31 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def refuse(name: str, module: nn.Module, ours: type[nn.Module]) -> None:
     """Raise if a module cannot be made one of ``ours`` in place."""
-    name = name or "the model"
     if isinstance(module, ours):
-        raise ValueError(f"{name} is a {type(module).__name__} already: revert first")
+        raise ValueError(
+            f"{name or 'the model'} is a {type(module).__name__} already: revert first"
+        )
+    refuse_changed(name, module, "convert")
+
+
+def refuse_changed(name: str, module: nn.Module, verb: str) -> None:
+    """Raise if something has put a class or a forward of its own over a module's."""
+    name = name or "the model"
     if "forward" in vars(module):
         raise ValueError(
             f"{name} has a forward of its own, put there by a hook or a wrapper: "
-            "convert before wrapping"
+            f"{verb} before wrapping"
         )
     if parametrize.is_parametrized(module):
         raise ValueError(
-            f"{name} is parametrized: remove the parametrization, convert, and register it again"
+            f"{name} is parametrized: remove the parametrization, {verb}, and register it again"
         )
     if _is_sharded(module):
-        raise ValueError(f"{name} is sharded: convert before sharding")
+        raise ValueError(f"{name} is sharded: {verb} before sharding")
 
 
 def _refuse_foreign(name: str, module: nn.MultiheadAttention) -> None:
+    refuse_changed(f"{name}.out_proj".removeprefix("."), module.out_proj, "convert")
     foreign = sorted(module.state_dict(keep_vars=True).keys() - STOCK_STATE)
     if foreign:
         raise ValueError(

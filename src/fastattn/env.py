@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ def report() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch cuda": torch.version.cuda or "none: built without CUDA",
-        "cudnn": str(torch.backends.cudnn.version() or "none"),
+        "torch c++11 abi": str(torch.compiled_with_cxx11_abi()),
+        "cudnn": _or_why(lambda: str(torch.backends.cudnn.version() or "none")),
+        "nvidia driver": _or_why(_driver),
         "triton": _version("triton"),
-        "triton driver": _triton_driver(),
+        "triton driver": _or_why(_triton_driver),
         "lightning (extra lra)": _version("lightning"),
         "transformers": _version("transformers"),
         "timm": _version("timm"),
@@ -53,7 +56,7 @@ def report() -> dict[str, Any]:
 def _all_backends(device: str) -> dict[str, dict[str, str]]:
     try:
         return {op: _backends(call) for op, call in _calls(device).items()}
-    except RuntimeError as error:  # a device that is there, and does not work
+    except Exception as error:  # a device that is there, and does not work
         return {"every op": {device: f"no: {error}"}}
 
 
@@ -112,25 +115,38 @@ def _version(name: str) -> str:
 
 
 def _triton_driver() -> str:
-    """What Triton compiles for here, or why for nothing."""
-    try:
-        from triton.runtime import driver
+    """What Triton compiles for here."""
+    from triton.runtime import driver
 
-        target = driver.active.get_current_target()
-    except Exception as error:  # whatever a driver says about not being there
-        return f"none: {error}"
+    target = driver.active.get_current_target()
     return f"{target.backend} {target.arch}"
+
+
+def _driver() -> str:
+    """The version of the GPUs' driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return ", ".join(sorted(set(done.stdout.split()))) or "none: nvidia-smi lists no GPU"
+
+
+def _or_why(ask: Callable[[], str]) -> str:
+    """What it answers, or why there is no answer: whatever a driver says of not being there."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"none: {error}"
 
 
 def _gpus() -> list[str]:
     if not torch.cuda.is_available():
         return []
-    found = []
-    for i in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(i)
-        size = f"{about.total_memory / 2**30:.0f} GiB"
-        found.append(f"{about.name}, capability {about.major}.{about.minor}, {size}")
-    return found
+    return [_or_why(partial(_gpu, i)) for i in range(torch.cuda.device_count())]
+
+
+def _gpu(i: int) -> str:
+    about = torch.cuda.get_device_properties(i)
+    size = f"{about.total_memory / 2**30:.0f} GiB"
+    return f"{about.name}, capability {about.major}.{about.minor}, {size}"
 
 
 def main(arguments: list[str] | None = None) -> int:

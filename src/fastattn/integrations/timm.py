@@ -9,7 +9,7 @@ from timm.models.vision_transformer import Attention as Stock
 from torch import Tensor, nn
 
 from fastattn._check import check_option
-from fastattn.convert import Filter, refuse, selected
+from fastattn.convert import Filter, refuse, refuse_changed, selected
 from fastattn.integrations.cores import CORES, About, core_of
 
 
@@ -133,11 +133,14 @@ def revert(model: nn.Module) -> list[str]:
         The dotted names of the reverted modules.
 
     Raises:
-        ValueError: There is nothing to revert.
+        ValueError: There is nothing to revert, or a module is parametrized, sharded or wrapped.
+            Nothing has been changed then.
     """
     reverted = {n: m for n, m in model.named_modules() if isinstance(m, Attention)}
     if not reverted:
         raise ValueError(f"{type(model).__name__} has no fastattn attention to revert")
+    for name, module in reverted.items():
+        refuse_changed(name, module, "revert")
     for module in reverted.values():
         del module.mechanism, module.options, module.layer_idx
         module.__class__ = cast(Any, Stock)

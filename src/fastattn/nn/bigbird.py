@@ -138,6 +138,7 @@ class BigBirdAttention(MultiHead):
 
     def _unconfigure(self) -> None:
         super()._unconfigure()
+        del self.causal  # which is no option
         self._parameters.pop("global_tokens", None)
 
     def _reset_parameters(self) -> None:

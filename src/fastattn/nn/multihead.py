@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 WAY_OUT = (
     "This attention takes the causal mask (pass is_causal=True with it), no mask, and "
     "key_padding_mask; for any other mask keep nn.MultiheadAttention in this layer"
+)
+NO_BIAS = (
+    "a float key_padding_mask must be 0 (attend) or -inf (ignore); a finite bias on the keys is "
+    "not supported. Give a bool mask, True = ignore, or keep nn.MultiheadAttention in this layer"
 )
 
 
@@ -75,6 +80,11 @@ class MultiHead(nn.MultiheadAttention):
         """
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Keep that door closed: stock takes a state that does not say so for one with it open."""
+        super().__setstate__(state)
         self._qkv_same_embed_dim = False
 
     @classmethod
@@ -152,7 +162,7 @@ class MultiHead(nn.MultiheadAttention):
                 values are read, which synchronises a GPU once per call.
             average_attn_weights: Average the weights over the heads.
             is_causal: Row i sees keys 0 to i. The hint is trusted: ``attn_mask`` is not read, and
-                may be None.
+                may be None. The environment's ``FASTATTN_CHECK_MASKS=1`` has it read all the same.
 
         Returns:
             The output, shaped as the query, and None or the weights ``(b, n, s)``, per head
@@ -160,11 +170,12 @@ class MultiHead(nn.MultiheadAttention):
 
         Raises:
             NotImplementedError: A mask that this attention cannot honour.
-            ValueError: A shape or a finite float in ``key_padding_mask`` does not fit.
+            ValueError: A shape or a finite float in ``key_padding_mask`` does not fit, or a mask
+                that was read is not what the hint says.
         """
         batched = self._check_inputs(query, key, value)
         causal = self._is_causal(attn_mask, is_causal, query, key, batched)
-        ignored = self._ignored(key_padding_mask, batched)
+        ignored = self._ignored(key_padding_mask, key, batched)
         inputs = self._batch_first((query, key, value), batched)
         q, k, v, about = self._heads(*inputs, ignored, causal, need_weights)
         q, k, v, about = self._extend(q, k, v, about, causal)
@@ -334,33 +345,44 @@ class MultiHead(nn.MultiheadAttention):
                     f"{name}: attn_mask of shape {tuple(mask.shape)} is not supported, only the "
                     f"causal ({n}, {s}). {WAY_OUT}"
                 )
-            causal = causal or _mask_is_causal(mask, name)
+            if not causal:
+                causal = _mask_is_causal(mask, name)
+            elif _checks_masks() and not _mask_is_causal(mask, name) and hint and n > 1:
+                raise ValueError(
+                    f"{name}: attn_mask of shape {tuple(mask.shape)} hides nothing, but is_causal "
+                    "is True: give the causal mask or none, or leave the hint out"
+                )
         if causal and n != s:
             raise ValueError(
                 f"{name}: causal attention needs as many keys as queries, got n = {n} and s = {s}"
             )
         return causal
 
-    def _ignored(self, mask: Tensor | None, batched: bool) -> Tensor | None:
+    def _ignored(self, mask: Tensor | None, key: Tensor, batched: bool) -> Tensor | None:
         """The padding mask as ``(b, s)`` bool, True = ignore."""
         if mask is None:
             return None
         name = type(self).__name__
+        axes = ((0, 1) if self.batch_first else (1, 0)) if batched else (0,)
+        shape = tuple(key.shape[axis] for axis in axes)
+        if tuple(mask.shape) != shape:
+            letters = "(b, s)" if batched else "(s,)"
+            raise ValueError(
+                f"{name}: key_padding_mask must be {letters} = {shape}, got shape "
+                f"{tuple(mask.shape)}"
+            )
         if mask.dtype != torch.bool:
             if not mask.is_floating_point():
                 raise AssertionError(
                     f"{name}: key_padding_mask must be bool or float, got {mask.dtype}"
                 )
             ignored = mask == -torch.inf
-            legal = (ignored | (mask == 0)).all()
-            message = (
-                f"{name}: a float key_padding_mask must be 0 (attend) or -inf (ignore); a finite "
-                "bias on the keys is not supported"
-            )
+            legal = ignored | (mask == 0)
             if mask.device.type != "cpu" or torch.compiler.is_compiling():
-                torch._assert_async(legal, message)  # without a synchronisation
-            elif not legal:
-                raise ValueError(message)
+                torch._assert_async(legal.all(), f"{name}: {NO_BIAS}")  # no synchronisation
+            elif not legal.all():
+                largest = max(mask[~legal].tolist(), key=abs)
+                raise ValueError(f"{name}: {NO_BIAS}. The largest is {largest:g}")
             mask = ignored
         return mask if batched else mask.unsqueeze(0)
 
@@ -370,6 +392,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.stride(0) >= x.stride(1):
         return F.linear(x, weight, bias)
     return F.linear(x.transpose(0, 1), weight, bias).transpose(0, 1)
+
+
+def _checks_masks() -> bool:
+    """Whether to read a mask although the hint is there: for debugging, and not when compiling."""
+    return not torch.compiler.is_compiling() and os.environ.get("FASTATTN_CHECK_MASKS") == "1"
 
 
 def _mask_is_causal(mask: Tensor, name: str) -> bool:
