@@ -5,13 +5,14 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from fastattn.lra import measure
-from fastattn.lra.analyses import ANALYSES, Options
+from fastattn.lra import figures, measure
+from fastattn.lra.analyses import ANALYSES, Options, records
 from fastattn.lra.analyses import models as model_analyses
 from fastattn.lra.analysis import at_floor, mean_and_spread, repeated, step_seconds
 from fastattn.lra.cli import main
@@ -72,6 +73,47 @@ def analyze(out, *runs, what=None, options=()):
     words = ["analyze", "--out", str(out), *map(str, options)]
     words += ["--what", what] if what else []
     return main(words + [word for run in runs for word in ("--run", str(run))])
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """Figures in the order in which they would be saved."""
+    drawn = []
+
+    def save(figure, axes, path):
+        axes.legend()
+        drawn.append(figure)
+
+    monkeypatch.setattr(figures, "_save", save)
+    return drawn
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU of 80 GiB, as far as the analysis of memory asks; the limits that were set on it."""
+    limits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    return limits
+
+
+class Card(NamedTuple):
+    total_memory: int
+
+
+def step_up_to(longest):
+    """Steps that take n / 512 ms and n / 2 MiB, and run out of memory beyond ``longest``."""
+
+    def step(result, batch_size, n, steps=5):
+        if n > longest:
+            raise torch.OutOfMemoryError
+        return measure.Step(n / 512, n / 2)
+
+    return step
 
 
 def rows(path):
@@ -297,24 +339,97 @@ def test_pixels_as_numbers_have_a_reach_too(run, tmp_path):
     assert seen[-1] == -seen[0] > 0
 
 
-def test_memory_is_a_table_of_lengths(run, tmp_path, monkeypatch):
-    def step(result, batch_size, n, steps=5):
-        if n > 1024:
-            raise torch.OutOfMemoryError
-        return measure.Step(1.0, n / 2)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(measure, "step_at_length", step)
+def test_memory_is_a_table_of_lengths(run, tmp_path, monkeypatch, card):
+    monkeypatch.setattr(measure, "step_at_length", step_up_to(1024))
     found = model_analyses.memory({"run": read_result(run)}, Options(max_length=2048))
+    assert "memory limit, GiB" not in found.table.columns
     assert [tuple(row[1:]) for row in found.table.rows] == [
         (512, 1, 256.0, 1.0, None, "a card"),
-        (1024, 1, 512.0, 1.0, None, "a card"),
+        (1024, 1, 512.0, 2.0, None, "a card"),
         (2048, 1, None, None, "out of memory", "a card"),
     ]
+    assert card == []
     found.draw(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 0
+
+
+def test_memory_and_time_are_two_panels(run, tmp_path, monkeypatch, card):
+    drawn = {}
+    monkeypatch.setattr(measure, "step_at_length", step_up_to(1024))
+    monkeypatch.setattr(
+        model_analyses, "draw_panels", lambda path, panels, **how: drawn.update(panels, **how)
+    )
+    model_analyses.memory({"run": read_result(run)}, Options(max_length=2048)).draw(tmp_path)
+    assert drawn["peak memory of a training step, MiB"] == {"run": {512: 256.0, 1024: 512.0}}
+    assert drawn["training step, ms"] == {"run": {512: 1.0, 1024: 2.0}}
+    assert drawn["failed"] == {"run": [2048]}
+
+
+def test_memory_is_measured_at_the_lengths_that_are_named(run, tmp_path, monkeypatch, card):
+    monkeypatch.setattr(measure, "step_at_length", step_up_to(9999))
+    options = ("--lengths", "1024,512,10000")
+    assert analyze(tmp_path, run, what="memory", options=options) == 0
+    found = rows(tmp_path / "memory.csv")
+    assert [int(row["tokens"]) for row in found] == [512, 1024, 10000]
+    assert [row["why not"] for row in found] == ["", "", "out of memory"]
+
+
+def test_lengths_that_are_none_are_refused(run, tmp_path, capsys):
+    assert analyze(tmp_path, run, what="memory", options=("--lengths", "512,0")) == 2
+    assert "lengths must be numbers of at least 1, got [512, 0]" in capsys.readouterr().err
+    for lengths in ("512,many", "512,"):
+        with pytest.raises(SystemExit, match="2"):
+            analyze(tmp_path, run, what="memory", options=("--lengths", lengths))
+        assert "must be numbers with commas between them" in capsys.readouterr().err
+
+
+def test_a_limit_of_memory_holds_while_it_is_measured_and_stands_on_the_page(
+    run, tmp_path, monkeypatch, card
+):
+    seen = []
+
+    def step(*arguments):
+        seen.append(list(card))
+        return step_up_to(512)(*arguments)
+
+    monkeypatch.setattr(measure, "step_at_length", step)
+    options = ("--lengths", "512,1024", "--memory-limit", 16)
+    assert analyze(tmp_path, run, what="memory", options=options) == 0
+    assert seen == [[0.2], [0.2]]
+    assert card == [0.2, 1.0]
+    assert "memory runs out at a limit of 16 GiB" in (tmp_path / "memory.md").read_text()
+    assert {row["memory limit, GiB"] for row in rows(tmp_path / "memory.csv")} == {"16.0"}
+
+
+def test_a_limit_of_memory_that_cannot_be_is_refused(run, tmp_path, monkeypatch, capsys, card):
+    def message(limit):
+        options = ("--memory-limit", limit)
+        assert analyze(tmp_path, run, what="memory", options=options) == 2
+        return capsys.readouterr().err
+
+    assert "memory_limit must be at most the GPU's 80.0 GiB, got 81" in message(81)
+    assert "memory_limit must be positive, got 0.0" in message(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "it needs a GPU, and so does a limit of it" in message(16)
+    assert card == []
+
+
+@pytest.mark.parametrize("lines", [{"small": {512: 1.0, 1024: 2.0}}, {}])
+def test_what_ran_out_of_memory_at_every_length_is_drawn(tmp_path, pictures, lines):
+    failed = {"small": [2048.0], "large": [512.0, 1024.0, 2048.0]}
+    figures.draw_lines(
+        tmp_path, lines, x="n", y="MiB", powers=True, ticks=(512, 1024, 2048), failed=failed
+    )
+    (axes,) = pictures[0].axes
+    crosses = {
+        line.get_label(): list(line.get_xdata())
+        for line in axes.get_lines()
+        if line.get_marker() == "x"
+    }
+    assert crosses == {f"{label}: out of memory": places for label, places in failed.items()}
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert sorted(legend) == sorted([*lines, *crosses])
+    figures.draw_lines(tmp_path / "n.png", lines, x="n", y="MiB", powers=True, failed=failed)
 
 
 @pytest.mark.gpu
@@ -324,6 +439,81 @@ def test_memory_and_speed_are_measured_on_a_gpu(run, tmp_path):
     assert 0 < float(small["peak memory, MiB"]) < float(large["peak memory, MiB"])
     (speed,) = rows(tmp_path / "speed.csv")
     assert float(speed["measured peak, MiB"]) > 0
+
+
+def test_speed_has_the_accuracy_and_time_that_are_recorded(run, tmp_path):
+    assert analyze(tmp_path, run, what="speed", options=("--steps", 1)) == 0
+    (row,) = rows(tmp_path / "speed.csv")
+    result = json.loads((run / "result.json").read_text())
+    assert float(row["test accuracy, %"]) == 100 * result["test"]["accuracy"]
+    assert float(row["training, s"]) == result["fit"]["seconds"]
+    assert int(row["stopped at step"]) == 5
+    assert "the measured step is not that of the run" not in (tmp_path / "speed.md").read_text()
+
+
+def test_speed_says_where_it_times_another_step_than_the_run_had(run, tmp_path):
+    result = json.loads((run / "result.json").read_text())
+    recipe = result["recipe"]
+    denoise = {"share": 0.3, "random": 0.3, "predict": "tokens", "weight": 1.0, "alone": False}
+    changed = {
+        "which also denoises": {"recipe": recipe | {"denoise": denoise}},
+        "which only denoises": {"recipe": recipe | {"denoise": denoise | {"alone": True}}},
+        "which has a penalty": {"recipe": recipe | {"penalty": 0.1, "pool": "attention:hops=2"}},
+        "which is compiled": {"compiled": True},
+        "which takes a batch in 2 shares": {"recipe": recipe | {"accumulate": 2}},
+        "which is on 4 devices": {"fit": result["fit"] | {"devices": 4}},
+    }
+    runs = {why: read_result(edited(run, tmp_path / why, **x)) for why, x in changed.items()}
+    found = model_analyses.speed(runs, Options(steps=1))
+    assert found.notes.lines() == [
+        f"the measured step is not that of the run, {why} ({why})" for why in changed
+    ]
+
+
+def test_features_of_a_line_are_of_runs_that_differ_in_their_number_and_seed_alone(
+    run, tmp_path, monkeypatch
+):
+    result = json.loads((run / "result.json").read_text())
+    begin = {"run": "/runs/a", "mixer": "softmax", "step": 5, "begin": None}
+    begin["fingerprints"] = result["data"]["fingerprints"]
+
+    def made(name, mixer, accuracy, *, seed=0, **changes):
+        test = result["test"] | {"accuracy": accuracy}
+        changes = {"mixer": mixer, "test": test, "seed": seed} | changes
+        return read_result(edited(run, tmp_path / name, **changes))
+
+    small, large = "performer:num_features=16", "performer:num_features=32,variant=positive"
+    results = [
+        made("a", small, 0.2),
+        made("b", small, 0.4, seed=1),
+        made("c", large, 0.5),
+        made("d", small, 0.6, begin=begin),
+        made("e", small, 0.7, task="text"),
+        made("f", "linear:feature_map=exp", 0.8),
+        made("g", "linear", 0.9),
+        made("h", "performer:num_features=16 bigbird", 0.25),
+        made("i", "softmax", 0.1),
+        made("j", "performer:num_features=8 performer:num_features=16", 0.1),
+    ]
+    drawn = {}
+    monkeypatch.setattr(records, "draw_lines", lambda path, lines, **how: drawn.update(lines))
+    found = records.features(dict(zip(labels(results), results, strict=True)), Options())
+    found.draw(tmp_path)
+    head = result["recipe"]["width"] // result["recipe"]["heads"]
+    positive, scratch = "positive, orthogonal, test", "from scratch"
+    assert drawn == {
+        f"{positive}, listops, {scratch}": {16: pytest.approx(30), 32: pytest.approx(50)},
+        f"{positive}, listops, begun with softmax": {16: pytest.approx(60)},
+        f"{positive}, text, {scratch}": {16: pytest.approx(70)},
+        f"linear, exp, test, listops, {scratch}": {head: pytest.approx(80)},
+        f"linear, elu, test, listops, {scratch}": {head: pytest.approx(90)},
+        f"{positive}, performer bigbird, listops, {scratch}": {16: pytest.approx(25)},
+    }
+    assert len(found.table.rows) == 8
+    assert sorted(found.notes.said) == [
+        "the features differ from block to block",
+        "the mixer has no performer, and is not linear attention alone",
+    ]
 
 
 def test_a_step_is_made_for_its_length(run, tmp_path):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fastattn.lra import published
+from fastattn.lra import figures, published
 from fastattn.lra.cli import main
-from fastattn.lra.reports import find_results, summary, write_report
-from fastattn.lra.results import read_result
+from fastattn.lra.reports import every_run, find_results, summary, write_report
+from fastattn.lra.results import labels, read_result, with_origins
 from fastattn.lra.tasks import TASKS
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
+DOCS = Path(__file__).parent.parent / "docs"
 BASE = json.loads((RESULTS / "nvidia-h200/lra/listops-budget/linear/result.json").read_text())
 GENERATED = {"generated": True, "generator": {"seed": 3, "ease": None}, "stand_in": None}
 
@@ -110,6 +111,170 @@ def test_what_differs_in_anything_but_the_seed_is_a_row_of_its_own(tmp_path):
     ]
 
 
+OTHER = {"train": "1234567890", "val": "2345678901", "test": "3456789012"}
+
+
+def beginning(mixer, fingerprints=None, before=None, step=5):
+    """What result.json says of the run whose weights a run has begun with."""
+    fingerprints = fingerprints or BASE["data"]["fingerprints"]
+    return {
+        "run": f"/runs/{mixer}-{step}",
+        "mixer": mixer,
+        "step": step,
+        "fingerprints": fingerprints,
+        "begin": before,
+    }
+
+
+def test_what_a_run_began_with_makes_a_row_of_its_own(tmp_path):
+    headless = {"moved": [], "new": ["head.0.weight"], "dropped": []}
+    easy = beginning("softmax", OTHER)
+    results = [
+        write(tmp_path / "scratch", test=0.4),
+        write(tmp_path / "softmax", test=0.5, begin=beginning("softmax")),
+        write(tmp_path / "headless", test=0.5, begin=beginning("softmax"), transfer=headless),
+        write(tmp_path / "easy", test=0.5, begin=easy),
+        write(tmp_path / "chain", test=0.5, begin=beginning("softmax", before=easy)),
+        write(tmp_path / "linear", test=0.5, begin=beginning("linear")),
+    ]
+    found = table(results)
+    told = [
+        None,
+        "softmax",
+        "softmax (new head)",
+        "softmax (data 12345678)",
+        "softmax after softmax (data 12345678)",
+        "linear",
+    ]
+    assert [row["begun with"] for row in found] == told
+    whole = every_run(results, tmp_path)
+    assert [row[whole.columns.index("begun_with")] for row in whole.rows] == told
+    assert labels(results)[0] == "linear, from scratch"
+    assert labels(results)[3] == "linear, begun with softmax (data 12345678)"
+
+
+def test_seeds_that_began_with_seeds_of_another_run_are_one_row(tmp_path):
+    results = [
+        write(tmp_path / str(i), seed=i, test=0.4, begin=beginning("softmax", OTHER, step=10 * i))
+        for i in range(2)
+    ]
+    (row,) = table(results)
+    assert row["seeds"] == "0, 1"
+
+
+def test_what_a_run_began_with_has_the_name_of_its_data_where_another_run_tells(tmp_path):
+    easy = copy.deepcopy(BASE)
+    easy["data"] |= {"generated": True, "generator": {"seed": 0, "difficulty": "easy"}}
+    easy["data"]["fingerprints"], easy["test"]["fingerprint"] = OTHER, OTHER["test"]
+    (tmp_path / "easy").mkdir()
+    (tmp_path / "easy/result.json").write_text(json.dumps(easy))
+    write(tmp_path / "begun", test=0.5, begin=beginning("softmax", OTHER))
+    begun, source = find_results(tmp_path).results
+    assert begun.begun == "softmax (generated, seed 0, difficulty easy)"
+    assert source.begun is None
+
+
+def test_a_compiled_run_is_a_row_of_its_own(tmp_path):
+    results = [
+        write(tmp_path / "old", test=0.4),  # without the field
+        write(tmp_path / "new", test=0.4, compiled=False),
+        write(tmp_path / "compiled", test=0.6, compiled=True),
+    ]
+    found = table(results)
+    assert [(row["seeds"], row["compiled"]) for row in found] == [("0, 0", None), ("0", "yes")]
+    assert labels(results)[2] == "linear, compiled"
+    assert "compiled" not in table(results[:2])[0]
+
+
+def test_a_test_of_the_last_checkpoint_is_a_row_of_its_own_and_says_so(tmp_path):
+    last = write(tmp_path / "last", test=0.4)
+    last.content["test"]["checkpoint"] = "last"
+    (tmp_path / "last/result.json").write_text(json.dumps(last.content))
+    results = [write(tmp_path / "best", test=0.5), read_result(tmp_path / "last")]
+    assert [row["test accuracy, %"] for row in table(results)] == [50.0, 40.0]
+    write_report(tmp_path, tmp_path / "page.md")
+    assert "the test is of the last checkpoint" in (tmp_path / "page.md").read_text()
+
+
+def test_the_reach_of_a_convolution_stands_beside_its_result(tmp_path):
+    results = [
+        write(tmp_path / "conv", test=0.4, mixer="conv", reach=[4, 6]),
+        write(tmp_path / "linear", test=0.4, reach=None),
+        write(tmp_path / "old", test=0.4, mixer="performer"),
+    ]
+    assert [row["reach"] for row in table(results)] == ["4 + 6", None, None]
+    assert "reach" not in table(results[1:])[0]
+    whole = every_run(results, tmp_path)
+    assert [row[-2:] for row in whole.rows] == [(4, 6), (None, None), (None, None)]
+
+
+def test_a_run_that_stopped_early_says_when(tmp_path):
+    fit = BASE["fit"] | {"stopped_early": True, "steps": 1500, "finished": True}
+    results = [
+        write(tmp_path / "early", test=0.4, fit=fit),
+        write(tmp_path / "whole", test=0.4, fit=BASE["fit"] | {"stopped_early": False}, seed=1),
+    ]
+    (row,) = table(results)
+    assert row["state"] == "1 stopped early at step 1500, 1 finished"
+
+
+def test_an_origin_is_told_by_the_fingerprints_of_another_run(tmp_path):
+    unknown = copy.deepcopy(BASE) | {"mixer": "performer"}
+    other_train = copy.deepcopy(unknown)
+    other_train["data"]["fingerprints"]["train"] = "another"
+    other_test = copy.deepcopy(unknown)
+    other_test["test"]["fingerprint"] = "another"
+    for name, content in (("a", unknown), ("b", other_train), ("c", other_test)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps(content))
+    write(tmp_path / "known", test=0.4)
+    origins = [run.origin for run in find_results(tmp_path).results]
+    assert origins == [
+        "generated, seed 3, by its fingerprint",
+        "not recorded",
+        "not recorded",
+        "generated, seed 3",
+    ]
+    write_report(tmp_path, tmp_path / "page.md")
+    assert "generated, seed 3, by its fingerprint" in (tmp_path / "page.md").read_text()
+    # two runs that say different things of the same data tell nothing
+    another = write(tmp_path / "contrary", test=0.4, origin=GENERATED | {"generator": {"seed": 4}})
+    runs = [another, *(read_result(tmp_path / name) for name in ("a", "known"))]
+    assert with_origins(runs)[1].origin == "not recorded"
+
+
+def test_curves_are_drawn_against_steps_and_against_seconds(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, axes, path: drawn.append(figure))
+    for name, slow in (("a", 1), ("b", 3)):
+        history = [
+            {"step": step, "seconds": slow * seconds, "train_loss": 1.0, "val_loss": 2.0}
+            | {"val_accuracy": accuracy}
+            for step, seconds, accuracy in ((10, 1.5, 0.2), (20, 3.0, 0.4))
+        ]
+        fit = BASE["fit"] | {"history": history}
+        write(tmp_path / name, test=0.4, fit=fit, mixer={"a": "linear", "b": "softmax"}[name])
+    write_report(tmp_path, tmp_path / "page.md")
+    (figure,) = drawn
+    *_, by_step, by_time = figure.axes
+    assert (by_step.get_xlabel(), by_time.get_xlabel()) == ("step", "seconds of training")
+
+    def points(axes):
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        return {
+            name: (list(line.get_xdata()), list(line.get_ydata()))
+            for name, line in lines.items()
+            if not name.startswith("_")
+        }
+
+    accuracy = [20.0, 40.0]
+    assert points(by_step) == dict.fromkeys(("linear", "softmax"), ([10, 20], accuracy))
+    assert points(by_time) == {
+        "linear": ([1.5, 3.0], accuracy),
+        "softmax": ([4.5, 9.0], accuracy),
+    }
+
+
 def test_an_older_result_says_that_its_origin_is_not_recorded():
     (row,) = table([read_result(RESULTS / "nvidia-h200/lra/listops-mini/bigbird")])
     assert (row["data"], row["protocol"]) == ("not recorded", "default")
@@ -126,6 +291,12 @@ DAMAGED = {
     "no-mixer": json.dumps(BASE | {"mixer": "flash"}),
     "no-floors": json.dumps(BASE | {"test": BASE["test"] | {"floors": {}}}),
     "no-data": json.dumps(BASE | {"data": {}}),
+    "sets": json.dumps(BASE | {"data": BASE["data"] | {"fingerprints": ["a", "b"]}}),
+    "prints": json.dumps(
+        BASE | {"data": BASE["data"] | {"fingerprints": {"train": [], "test": 1}}}
+    ),
+    "begin": json.dumps(BASE | {"begin": {"run": "a"}}),
+    "reach": json.dumps(BASE | {"reach": 3}),
     "words": json.dumps(BASE | {"test": BASE["test"] | {"accuracy": "good"}}),
     "history": json.dumps(BASE | {"fit": BASE["fit"] | {"history": [{"step": 3}]}}),
     "point": json.dumps(
@@ -196,8 +367,17 @@ def test_the_published_page_is_what_the_results_say(tmp_path, capsys):
     out = tmp_path / "results.md"
     assert main(["report", str(RESULTS), "--out", str(out)]) == 0
     assert "runs, written to" in capsys.readouterr().out
-    assert out.read_text() == (RESULTS.parent.parent / "docs/results.md").read_text()
+    for name in ("results.md", "results.csv"):
+        assert (tmp_path / name).read_text() == (DOCS / name).read_text(), name
     assert not find_results(RESULTS).skipped
+
+
+def test_the_published_page_of_root_operators_is_what_the_results_say(tmp_path):
+    runs = sorted(f"{path}/" for path in RESULTS.glob("*/lra/*/*"))  # in the order of a shell
+    words = [word for run in runs for word in ("--run", run)]
+    assert main(["analyze", *words, "--out", str(tmp_path), "--what", "roots"]) == 0
+    for name in ("roots.md", "roots.csv"):
+        assert (tmp_path / name).read_text() == (DOCS / "results" / name).read_text(), name
 
 
 def test_a_page_without_results_is_refused(tmp_path, capsys):

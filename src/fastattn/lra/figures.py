@@ -15,21 +15,23 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def draw_curves(path: Path, runs: Mapping[str, History], floors: Mapping[str, float]) -> None:
-    """Losses and accuracy of runs against steps.
+    """Losses and accuracy of runs against steps, and the accuracy against seconds of training.
 
     Args:
         path: The PNG to write.
-        runs: By label, entries with "step", and "train_loss", "val_loss", "val_accuracy" if known.
+        runs: By label, entries with "step" and "seconds", and "train_loss", "val_loss",
+            "val_accuracy" if known.
         floors: Accuracies to mark, as shares.
     """
-    figure, (left, middle, right) = _figure(15, panels=3)
+    figure, (train, validation, by_step, by_time) = _figure(13, panels=4, columns=2)
     for i, (label, history) in enumerate(runs.items()):
-        for axes, name, unit in (
-            (left, "train_loss", 1),
-            (middle, "val_loss", 1),
-            (right, "val_accuracy", 100),
+        for axes, x, name, unit in (
+            (train, "step", "train_loss", 1),
+            (validation, "step", "val_loss", 1),
+            (by_step, "step", "val_accuracy", 100),
+            (by_time, "seconds", "val_accuracy", 100),
         ):
-            points = {entry["step"]: unit * entry[name] for entry in history if name in entry}
+            points = {entry[x]: unit * entry[name] for entry in history if name in entry}
             axes.plot(
                 list(points),
                 list(points.values()),
@@ -38,11 +40,13 @@ def draw_curves(path: Path, runs: Mapping[str, History], floors: Mapping[str, fl
                 markersize=3,
                 **_style(i),
             )
-    left.set(xlabel="step", ylabel="training cross-entropy, nats")
-    middle.set(xlabel="step", ylabel="validation cross-entropy, nats")
-    right.set(xlabel="step", ylabel="validation accuracy, %")
-    _mark_floors(right, floors)
-    _save(figure, left, path)
+    train.set(xlabel="step", ylabel="training cross-entropy, nats")
+    validation.set(xlabel="step", ylabel="validation cross-entropy, nats")
+    by_step.set(xlabel="step", ylabel="validation accuracy, %")
+    by_time.set(xlabel="seconds of training", ylabel="validation accuracy, %")
+    for axes in (by_step, by_time):
+        _mark_floors(axes, floors)
+    _save(figure, train, path)
 
 
 def draw_lines(
@@ -67,30 +71,45 @@ def draw_lines(
         floors: Accuracies to mark, as shares; y is then in percent.
         failed: By label, the places where memory ran out: a cross at the upper edge.
     """
-    figure, (axes,) = _figure(7, panels=1)
-    for i, (label, points) in enumerate(lines.items()):
-        axes.plot(list(points), list(points.values()), label=label, marker="o", **_style(i))
-        places = (failed or {}).get(label, ())
-        if places:
-            axes.plot(
-                places,
-                [0.97] * len(places),
-                "x",
-                color=_style(i)["color"],
-                markersize=9,
-                transform=axes.get_xaxis_transform(),
-                label=f"{label}: out of memory",
-            )
-    if powers:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-    if ticks is not None:
-        axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-    axes.set(xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    _mark_floors(axes, floors or {})
-    _save(figure, axes, path)
+    draw_panels(path, {y: lines}, x=x, powers=powers, ticks=ticks, floors=floors, failed=failed)
+
+
+def draw_panels(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Mapping[float, float]]],
+    *,
+    x: str,
+    powers: bool = False,
+    ticks: Sequence[float] | None = None,
+    floors: Mapping[str, float] | None = None,
+    failed: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """Lines of several things over the same x, side by side.
+
+    Args:
+        path: The PNG to write.
+        panels: Lines as of :func:`draw_lines`, by what y is, with its unit.
+        x, powers, ticks, floors, failed: As there, of all panels.
+    """
+    figure, shown = _figure(7 * len(panels), panels=len(panels))
+    failed = failed or {}
+    labels = list(dict.fromkeys(label for lines in (*panels.values(), failed) for label in lines))
+    for axes, (y, lines) in zip(shown, panels.items(), strict=True):
+        for i, label in enumerate(labels):
+            points = lines.get(label, {})
+            if points:
+                axes.plot(list(points), list(points.values()), label=label, marker="o", **_style(i))
+            _mark_failed(axes, label, failed.get(label, ()), _style(i)["color"])
+        if powers:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+        if ticks is not None:
+            axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+        axes.set(xlabel=x, ylabel=y)
+        axes.grid(alpha=0.3)
+        _mark_floors(axes, floors or {})
+    _save(figure, shown[0], path)
 
 
 def draw_bars(
@@ -126,19 +145,37 @@ def draw_bars(
     _save(figure, axes, path)
 
 
-def _figure(width: float, *, panels: int) -> tuple[Figure, Sequence[Axes]]:
+def _figure(
+    width: float, *, panels: int, columns: int | None = None
+) -> tuple[Figure, Sequence[Axes]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
             f"pictures need the extra: pip install 'fastattn[lra]' ({error})"
         ) from None
-    figure = Figure(figsize=(width, 4.2), layout="constrained")
-    return figure, figure.subplots(1, panels, squeeze=False)[0].tolist()
+    columns = panels if columns is None else columns
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(width, 4.2 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).flatten().tolist()
 
 
 def _style(i: int) -> dict[str, Any]:
     return {"color": f"C{i % 10}", "linestyle": _STYLES[i // 10 % len(_STYLES)]}
+
+
+def _mark_failed(axes: Axes, label: str, places: Sequence[float], color: str) -> None:
+    """A cross at the upper edge for each place where memory ran out."""
+    if places:
+        axes.plot(
+            places,
+            [0.97] * len(places),
+            "x",
+            color=color,
+            markersize=9,
+            transform=axes.get_xaxis_transform(),
+            label=f"{label}: out of memory",
+        )
 
 
 def _mark_floors(axes: Axes, floors: Mapping[str, float]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -217,6 +218,27 @@ def by_length(measure: Callable[[int], Step], lengths: Sequence[int]) -> dict[in
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return found
+
+
+@contextmanager
+def memory_limited(gib: float | None) -> Iterator[None]:
+    """While something is measured: a smaller GPU, whose memory runs out at this many GiB.
+
+    Raises:
+        ValueError: The GPU has less.
+    """
+    if gib is None:
+        yield
+        return
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
+    if gib > total:
+        raise ValueError(f"memory_limit must be at most the GPU's {total:.1f} GiB, got {gib:g}")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(gib / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -10,15 +10,17 @@ from typing import NamedTuple
 from fastattn.lra import published
 from fastattn.lra.analysis import mean_and_spread
 from fastattn.lra.figures import draw_curves
-from fastattn.lra.results import Result, labels, read_result
+from fastattn.lra.results import Result, labels, read_result, with_origins
 from fastattn.lra.tables import Table, Value, escape, write_text
 from fastattn.lra.tasks import TASKS
 
 _OURS = """\
-One row is one configuration: mixer, recipe, data, device. Accuracies are in percent, of the best \
-checkpoint; with several seeds they are the mean ± the sample standard deviation over those that \
-have one. A seed has failed when it has no result, diverged, or is at chance: not more than two \
-standard errors above the best constant label (the floor "majority").
+One row is one configuration: mixer, recipe, data, device, and what the run began with. Accuracies \
+are in percent, of the best checkpoint; with several seeds they are the mean ± the sample standard \
+deviation over those that have one. A seed has failed when it has no result, diverged, or is at \
+chance: not more than two standard errors above the best constant label (the floor "majority"). \
+Data "by its fingerprint" is that of a run which has recorded its origin. The reach of \
+convolutions, where recorded, is how many tokens before and after can change one.
 """
 _THEIRS = """\
 Figures of others, from the source in each row, in percent. They are on the public data and differ \
@@ -51,7 +53,7 @@ def find_results(directory: Path) -> Found:
     if not found.results:
         damaged = "".join(f"\n{path}: {why}" for path, why in found.skipped.items())
         raise ValueError(f"no result.json of a run under {directory}{damaged}")
-    return found
+    return Found(with_origins(found.results), found.skipped)
 
 
 def write_report(directory: Path, page: Path) -> Found:
@@ -122,6 +124,8 @@ def summary(results: Sequence[Result]) -> Table:
     columns = (
         "mixer",
         "positions",
+        "reach",
+        "begun with",
         "recipe",
         "protocol",
         "data",
@@ -134,6 +138,7 @@ def summary(results: Sequence[Result]) -> Table:
         "training, s",
         "peak memory, MiB",
         "device",
+        "compiled",
         "state",
     )
     rows: list[Sequence[Value]] = []
@@ -145,6 +150,8 @@ def summary(results: Sequence[Result]) -> Table:
             (
                 first.mixer,
                 first.content.get("positions"),
+                "{} + {}".format(*first.reach) if first.reach else None,
+                first.begun,
                 first.recipe,
                 first.protocol,
                 first.origin,
@@ -157,6 +164,7 @@ def summary(results: Sequence[Result]) -> Table:
                 _mean([result.seconds for result in group]),
                 _most([result.peak_memory for result in group]),
                 first.device,
+                "yes" if first.compiled else None,
                 ", ".join(f"{n} {state}" for state, n in states.items()),
             )
         )
@@ -168,6 +176,7 @@ def every_run(results: Sequence[Result], directory: Path) -> Table:
     """A row a run, with its place under the directory, for programs; accuracies are shares."""
     columns = ["run", "task", "mixer", "recipe", "protocol", "data", "seed", "failed", "state"]
     columns += ["test", "validation", "majority", "parameters", "seconds", "peak_mib", "device"]
+    columns += ["begun_with", "compiled", "reach_before", "reach_after"]
     rows = [
         (
             result.path.relative_to(directory).as_posix(),
@@ -186,6 +195,9 @@ def every_run(results: Sequence[Result], directory: Path) -> Table:
             result.seconds,
             result.peak_memory,
             result.device,
+            result.begun,
+            "yes" if result.compiled else "no",
+            *(result.reach or (None, None)),
         )
         for result in results
     ]
@@ -196,6 +208,8 @@ def _remarks(result: Result) -> list[str]:
     found: list[str] = list(result.content.get("fit", {}).get("warnings", []))
     if result.content.get("test", {}).get("data_of_the_run") is False:
         found.append("the test set is not that of the run's training data")
+    if result.content.get("test", {}).get("checkpoint") == "last":
+        found.append("the test is of the last checkpoint, as in the protocol, not of the best")
     if result.content["data"].get("protocol_differs"):
         data = result.content["data"]
         found.append(f"protocol {data['protocol']}: {data['protocol_differs']}")

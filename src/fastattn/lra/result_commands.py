@@ -21,7 +21,22 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", type=Path, help="instead of the data it was trained on")
     parser.add_argument("--batch-size", type=int, help="of measured steps; default: the recipe's")
     parser.add_argument(
-        "--max-length", type=int, default=16384, help="tokens up to which memory is measured"
+        "--max-length",
+        type=int,
+        default=16384,
+        help="tokens up to which memory is measured, at powers of two from 512",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="N,N,...",
+        help="instead: the lengths at which memory is measured, as in 512,1024,10000",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="of the GPU that a step of memory may have; default: all",
     )
     parser.add_argument(
         "--samples", type=int, help="of the test set, to be multiplied; default: all"
@@ -36,6 +51,15 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="PAGE.md", help="default: DIR/report.md")
 
 
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be numbers with commas between them, got {text!r}"
+        ) from None
+
+
 def _analyze(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module="lightning")
     try:  # late: Lightning takes seconds, and may be missing
@@ -48,6 +72,8 @@ def _analyze(options: argparse.Namespace) -> int:
         data_dir=options.data_dir,
         batch_size=options.batch_size,
         max_length=options.max_length,
+        lengths=options.lengths,
+        memory_limit=options.memory_limit,
         samples=options.samples,
         steps=options.steps,
     )

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ _LOSSES = ("val_loss", "val_denoise_loss")
 # what a run takes from its data, or what is told elsewhere
 _OF_THE_RUN = {"name", "task", "mixer", "phases", "max_length", "warmup", "validate_every"}
 _OF_THE_RUN |= {"seed", "stop_at"}
+_UNKNOWN = "not recorded"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,12 @@ class Result:
         floors: Of the test set, or of the validation set where it was not tested.
         test, validation: Accuracies; the validation's is the best.
         samples: Of the set that ``floors`` is of.
-        state: "finished", "cut at step N", or "unfinished"; and whether it classifies nothing.
+        state: "finished", "stopped early at step N", "cut at step N", or "unfinished"; and whether
+            it classifies nothing.
+        begun: What it began with where it had another run's weights: that one's mixer, and its data
+            if that is other; what that one began with follows.
+        compiled: Whether it was trained compiled.
+        reach: Tokens before and after that can change one; None where all can, or it is not known.
     """
 
     path: Path
@@ -59,6 +65,9 @@ class Result:
     seconds: float | None
     peak_memory: int | None
     history: list[dict[str, float]]
+    begun: str | None
+    compiled: bool
+    reach: tuple[int, int] | None
 
     @property
     def accuracy(self) -> float | None:
@@ -76,7 +85,9 @@ class Result:
         data, test = self.content["data"], self.content.get("test", {})
         other = None if test.get("data_of_the_run", True) else test.get("fingerprint")
         shown = (self.protocol, self.origin, self.device, data["fingerprints"], other)
-        return configuration(self.content, *shown)
+        begun = _beginning(self.content.get("begin")), self.content.get("transfer")
+        how = self.compiled, test.get("checkpoint", "best")
+        return configuration(self.content, *shown, *begun, *how)
 
 
 def failure(content: dict[str, Any]) -> str | None:
@@ -129,6 +140,9 @@ def _result(path: Path, content: dict[str, Any]) -> Result:
         raise ValueError(f"unknown task {content['task']!r}")
     if missing := {"fingerprints", "samples"} - data.keys():
         raise ValueError(f"its data has no {', '.join(sorted(missing))}")
+    sets = data["fingerprints"]
+    if not isinstance(sets, dict) or not all(isinstance(x, str) for x in sets.values()):
+        raise ValueError(f"fingerprints must be texts by set, got {sets!r}")
     mixers_of(content["mixer"])
     seen = test or data
     history = fit.get("history", [])
@@ -163,6 +177,9 @@ def _result(path: Path, content: dict[str, Any]) -> Result:
         seconds=float(fit["seconds"]) if fit else None,
         peak_memory=int(fit["peak_memory_mib"]) if "peak_memory_mib" in fit else None,
         history=history,
+        begun=_begun(content, {}),
+        compiled=bool(content.get("compiled", fit.get("compiled", False))),
+        reach=_reach(content.get("reach")),
     )
 
 
@@ -195,12 +212,80 @@ def _origin(data: dict[str, Any]) -> str:
     if data.get("stand_in"):
         return "stand-in, not LRA"
     if "generated" not in data:
-        return "not recorded"
+        return _UNKNOWN
     if not data["generated"]:
         return "the public files"
     told = {k: v for k, v in (data.get("generator") or {}).items() if v is not None}
     told = {k: told[k] for k in ("seed", "difficulty", "size", "ease") if k in told}
     return ", ".join(["generated", *(f"{name} {value}" for name, value in told.items())])
+
+
+def with_origins(results: Sequence[Result]) -> list[Result]:
+    """The results, with origins that others of them tell of the same data.
+
+    An older run has not recorded where its data is from. Where the fingerprints of its training and
+    test set are those of a run that has, it is told, with "by its fingerprint"; the data that a run
+    began with gets its name likewise.
+    """
+    told: dict[tuple[str, str], set[str]] = {}
+    for run in results:
+        sets = _sets(run.content["data"]["fingerprints"])
+        if sets and run.origin != _UNKNOWN and _tested_on_its_own(run):
+            told.setdefault(sets, set()).add(run.origin)
+    origins = {sets: names.pop() for sets, names in told.items() if len(names) == 1}
+    return [_with_origin(run, origins) for run in results]
+
+
+def _with_origin(run: Result, origins: dict[tuple[str, str], str]) -> Result:
+    run = replace(run, begun=_begun(run.content, origins))
+    sets = _sets(run.content["data"]["fingerprints"])
+    if run.origin != _UNKNOWN or sets not in origins or not _tested_on_its_own(run):
+        return run
+    return replace(run, origin=f"{origins[sets]}, by its fingerprint")
+
+
+def _sets(fingerprints: dict[str, str]) -> tuple[str, str] | None:
+    """The fingerprints of the training and the test set."""
+    if not {"train", "test"} <= fingerprints.keys():
+        return None
+    return fingerprints["train"], fingerprints["test"]
+
+
+def _tested_on_its_own(run: Result) -> bool:
+    own = run.content["data"]["fingerprints"].get("test")
+    return bool(run.content.get("test", {}).get("fingerprint", own) == own)
+
+
+def _begun(content: dict[str, Any], origins: dict[tuple[str, str], str]) -> str | None:
+    """What a run began with, in words; the latest comes first."""
+    begin = content.get("begin")
+    stages: list[str] = []
+    headless = any(name.startswith("head.") for name in content.get("transfer", {}).get("new", ()))
+    while begin:
+        details = []
+        if begin["fingerprints"] != content["data"]["fingerprints"]:
+            unnamed = f"data {begin['fingerprints']['train'][:8]}"
+            sets = _sets(begin["fingerprints"])
+            details.append(origins.get(sets, unnamed) if sets else unnamed)
+        if headless and not stages:
+            details.append("new head")
+        stages.append(begin["mixer"] + (f" ({', '.join(details)})" if details else ""))
+        begin = begin.get("begin")
+    return " after ".join(stages) or None
+
+
+def _beginning(begin: dict[str, Any] | None) -> list[Any] | None:
+    """The runs before a run, without their places and steps."""
+    if not begin:
+        return None
+    return [begin["mixer"], begin["fingerprints"], _beginning(begin.get("begin"))]
+
+
+def _reach(limits: Sequence[int] | None) -> tuple[int, int] | None:
+    if limits is None:
+        return None
+    before, after = limits
+    return int(before), int(after)
 
 
 def _device(name: str, devices: int) -> str:
@@ -209,7 +294,9 @@ def _device(name: str, devices: int) -> str:
 
 def _state(recipe: dict[str, Any], fit: dict[str, Any]) -> str:
     state = "finished" if fit.get("finished") else "unfinished"
-    if fit and recipe.get("stop_at") and state == "unfinished":
+    if fit.get("stopped_early"):
+        state = f"stopped early at step {fit['steps']}"
+    elif fit and recipe.get("stop_at") and state == "unfinished":
         state = f"cut at step {fit['steps']}"
     return state if not fit or "val_accuracy" in fit["best"] else f"{state}, classifies nothing"
 
@@ -226,6 +313,12 @@ def recipe_of(result: Result) -> Recipe:
         raise ValueError(f"its recipe is none of this version: {error}") from None
 
 
+def how_trained(run: Result) -> tuple[str, str]:
+    """What a run began with, and whether it is compiled, in words that tell runs apart."""
+    begun = f"begun with {run.begun}" if run.begun else "from scratch"
+    return begun, "compiled" if run.compiled else "not compiled"
+
+
 def labels(results: Sequence[Result]) -> list[str]:
     """A short name for each run: its mixer, and what runs of the same mixer differ in."""
     facts: list[Callable[[Result], str]] = [
@@ -234,6 +327,8 @@ def labels(results: Sequence[Result]) -> list[str]:
         lambda run: run.protocol,
         lambda run: f"seed {run.seed}",
         lambda run: run.device,
+        lambda run: how_trained(run)[0],
+        lambda run: how_trained(run)[1],
     ]
     found = []
     for run in results:

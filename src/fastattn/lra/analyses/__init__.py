@@ -14,7 +14,7 @@ from fastattn.lra.analyses.common import Analysis, Options, Runs
 from fastattn.lra.analyses.lists import multiplication, roots
 from fastattn.lra.analyses.models import memory, receptive_field, speed
 from fastattn.lra.analyses.records import curves, features
-from fastattn.lra.results import Result, labels, read_result
+from fastattn.lra.results import Result, labels, read_result, with_origins
 from fastattn.lra.tables import escape, write_text
 
 __all__ = ["ANALYSES", "Analysis", "Options", "analyze"]
@@ -50,7 +50,7 @@ def analyze(
     unknown = [name for name in what or () if name not in ANALYSES]
     if unknown:
         raise ValueError(f"what must be of {', '.join(ANALYSES)}, got {', '.join(unknown)}")
-    results = [read_result(path) for path in dict.fromkeys(paths)]
+    results = with_origins([read_result(path) for path in dict.fromkeys(paths)])
     runs = dict(zip(labels(results), results, strict=True))
     lines, written = [], False
     for name in dict.fromkeys(what or ANALYSES):
@@ -93,7 +93,9 @@ def _write(name: str, analysis: Analysis, runs: Runs, out: Path) -> list[str]:
 
 
 def _about(run: Result) -> str:
+    begun = f"begun with {run.begun}, " if run.begun else ""
+    compiled = ", compiled" if run.compiled else ""
     return (
         f"{run.task}, {run.mixer}, recipe {run.recipe}, seed {run.seed}, protocol {run.protocol}, "
-        f"data: {run.origin}, trained on {run.device}, {run.state}"
+        f"{begun}data: {run.origin}, trained on {run.device}{compiled}, {run.state}"
     )

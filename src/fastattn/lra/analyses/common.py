@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,9 @@ class Options:
     Args:
         data_dir: Instead of where the run's data was.
         batch_size: Of the steps that are measured; None means the recipe's.
-        max_length: Tokens up to which memory is measured.
+        max_length: Tokens up to which memory is measured, at powers of two.
+        lengths: Instead: the very lengths at which it is measured.
+        memory_limit: GiB of the GPU that the measured steps may have; None means all.
         samples: Of the test set, for multiplied lists; None means all.
         steps: Training steps whose time is measured.
     """
@@ -31,6 +33,8 @@ class Options:
     data_dir: Path | None = None
     batch_size: int | None = None
     max_length: int = 16384
+    lengths: Sequence[int] | None = None
+    memory_limit: float | None = None
     samples: int | None = None
     steps: int = 10
 
@@ -39,7 +43,18 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.memory_limit is not None and not self.memory_limit > 0:
+            raise ValueError(f"memory_limit must be positive, got {self.memory_limit}")
+        if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
+            raise ValueError(f"lengths must be numbers of at least 1, got {self.lengths}")
         powers_of_two(SHORTEST, self.max_length)
+
+    @property
+    def measured_lengths(self) -> list[int]:
+        """The lengths at which memory is measured, in order."""
+        if self.lengths is not None:
+            return sorted(set(self.lengths))
+        return powers_of_two(SHORTEST, self.max_length)
 
 
 class Notes:

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from fastattn.lra import measure
-from fastattn.lra.analyses.common import SHORTEST, Analysis, Notes, Options, Runs
+from fastattn.lra.analyses.common import Analysis, Notes, Options, Runs
 from fastattn.lra.analysis import step_seconds
 from fastattn.lra.data import BatchStream
 from fastattn.lra.encoder import reach
-from fastattn.lra.figures import draw_lines
-from fastattn.lra.results import recipe_of
+from fastattn.lra.figures import draw_panels
+from fastattn.lra.results import Result, recipe_of
 from fastattn.lra.tables import Table, Value
 
 
@@ -50,38 +50,44 @@ def memory(runs: Runs, options: Options) -> Analysis:
     Peak memory and median time of a training step of a model made for n tokens, on full documents
     of n random tokens.
     """
+    limit = options.memory_limit
     if not torch.cuda.is_available():
-        raise ValueError("memory is not measured on a CPU: it needs a GPU")
+        also = "" if limit is None else ", and so does a limit of it"
+        raise ValueError(f"memory is not measured on a CPU: it needs a GPU{also}")
     notes = Notes(runs)
     rows: list[Sequence[Value]] = []
-    lines: dict[str, dict[float, float]] = {}
+    peaks: dict[str, dict[float, float]] = {}
+    times: dict[str, dict[float, float]] = {}
     failed: dict[str, list[float]] = {}
-    lengths = measure.powers_of_two(SHORTEST, options.max_length)
-    name = torch.cuda.get_device_name()
+    lengths = options.measured_lengths
+    where = limit, torch.cuda.get_device_name()
     for label, run in runs.items():
         with notes.of(label):
             batch_size = options.batch_size or recipe_of(run).phases[-1].batch_size
             step_at = partial(measure.step_at_length, run, batch_size)
-            steps = measure.by_length(step_at, lengths)
+            with measure.memory_limited(limit):
+                steps = measure.by_length(step_at, lengths)
             for n, step in steps.items():
                 if isinstance(step, str):
-                    rows.append((label, n, batch_size, None, None, step, name))
+                    rows.append((label, n, batch_size, None, None, step, *where))
                     if step == measure.OUT_OF_MEMORY:
                         failed.setdefault(label, []).append(n)
-                else:
-                    rows.append(
-                        (label, n, batch_size, step.peak_mib, step.milliseconds, None, name)
-                    )
-                    lines.setdefault(label, {})[n] = step.peak_mib or 0.0
-    columns = ("run", "tokens", "batch", "peak memory, MiB", "step, ms", "why not", "device")
+                    continue
+                rows.append((label, n, batch_size, step.peak_mib, step.milliseconds, None, *where))
+                peaks.setdefault(label, {})[n] = step.peak_mib or 0.0
+                times.setdefault(label, {})[n] = step.milliseconds
+            if limit is not None:
+                notes.add(label, f"memory runs out at a limit of {limit:g} GiB, not at the GPU's")
+    columns = ["run", "tokens", "batch", "peak memory, MiB", "step, ms", "why not"]
+    columns += ["memory limit, GiB", "device"]
+    panels = {"peak memory of a training step, MiB": peaks, "training step, ms": times}
     return Analysis(
         Table(columns, rows).without_empty_columns(),
         notes,
-        draw=lambda path: draw_lines(
+        draw=lambda path: draw_panels(
             path,
-            lines,
+            panels,
             x="tokens of a document",
-            y="peak memory of a training step, MiB",
             powers=True,
             ticks=lengths,
             failed=failed,
@@ -93,8 +99,8 @@ def speed(runs: Runs, options: Options) -> Analysis:
     """Parameters and speed
 
     Recorded: the median over the stretches between validations of the run's last phase, loading
-    included. Measured: the median synchronised step, after a warm-up, on batches of its training
-    set, on this machine.
+    included; the training until it stopped, without the validations. Measured: the median
+    synchronised step, after a warm-up, on batches of its training set, on this machine.
     """
     notes = Notes(runs)
     rows: list[Sequence[Value]] = []
@@ -117,6 +123,8 @@ def speed(runs: Runs, options: Options) -> Analysis:
                 step = measure.time_steps(encoder.to(measure.device()), batches, bf16=recipe.bf16)
                 here = step.milliseconds / 1000 * stream.steps_per_epoch
                 measured = batch_size, step.milliseconds, here, step.peak_mib, _here()
+                for why in _not_timed(run):
+                    notes.add(label, f"the measured step is not that of the run, {why}")
             rows.append(
                 (
                     label,
@@ -126,13 +134,32 @@ def speed(runs: Runs, options: Options) -> Analysis:
                     None if recorded is None else 1000 * recorded,
                     None if recorded is None else epoch * recorded,
                     run.device,
+                    None if run.test is None else 100 * run.test,
+                    run.seconds,
+                    run.content.get("fit", {}).get("steps"),
                     *(measured or (None,) * 5),
                 )
             )
     columns = ["run", "parameters", "bytes", "batch", "recorded step, ms", "recorded epoch, s"]
-    columns += ["recorded on", "measured batch", "measured step, ms", "measured epoch, s"]
+    columns += ["recorded on", "test accuracy, %", "training, s", "stopped at step"]
+    columns += ["measured batch", "measured step, ms", "measured epoch, s"]
     columns += ["measured peak, MiB", "measured on"]
     return Analysis(Table(columns, rows).without_empty_columns(), notes)
+
+
+def _not_timed(run: Result) -> list[str]:
+    """What a step of the run had, and one that is measured has not."""
+    recipe = recipe_of(run)
+    alone = recipe.denoise is not None and recipe.denoise.alone
+    devices = run.content.get("fit", {}).get("devices", 1)
+    had = {
+        "which only denoises" if alone else "which also denoises": recipe.denoise is not None,
+        "which has a penalty": recipe.penalty > 0,
+        "which is compiled": run.compiled,
+        f"which takes a batch in {recipe.accumulate} shares": recipe.accumulate > 1,
+        f"which is on {devices} devices": devices > 1,
+    }
+    return [why for why, so in had.items() if so]
 
 
 def _here() -> str:

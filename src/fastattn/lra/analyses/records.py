@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from fastattn.lra.analyses.common import Analysis, Notes, Options, Runs
 from fastattn.lra.analysis import mean_and_spread, step_seconds
 from fastattn.lra.figures import draw_curves, draw_lines
 from fastattn.lra.mixers import mixers_of
-from fastattn.lra.results import Result
+from fastattn.lra.results import Result, how_trained, recipe_of
 from fastattn.lra.tables import Table, Value
 from fastattn.nn import MECHANISMS
+
+Lines: TypeAlias = dict[str, dict[float, float]]  # values at places, by label
 
 
 def curves(runs: Runs, options: Options) -> Analysis:
@@ -51,49 +54,85 @@ def curves(runs: Runs, options: Options) -> Analysis:
 
 
 def features(runs: Runs, options: Options) -> Analysis:
-    """Random features of the Performer
+    """Features of linear attention
 
-    Accuracy and the recorded time of a step, by number of features and variant.
+    Accuracy and the recorded time of a step, by number of features and variant: random ones of the
+    Performer, and the maps of linear attention, which have as many as a head is wide.
     """
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(MECHANISMS["performer"]).parameters.items()
-    }
     notes = Notes(runs)
     rows: list[Sequence[Value]] = []
-    values: dict[str, dict[float, list[float]]] = {}
+    values: dict[tuple[str, ...], dict[int, list[float]]] = {}
     for label, run in runs.items():
         with notes.of(label):
-            performers = [own for name, own in mixers_of(run.mixer) if name == "performer"]
-            if not performers:
-                raise ValueError("the mixer has no performer")
             if run.accuracy is None:
                 raise ValueError("the run has no accuracy yet")
-            own = defaults | performers[0]
+            m, variant, kind, rest = _features_of(run)
             seconds = step_seconds(
                 run.history, sum(x["steps"] for x in run.content["recipe"]["phases"][:-1])
             )
             of = "validation" if run.test is None else "test"
             accuracy = 100 * run.accuracy
             time = None if seconds is None else 1000 * seconds
-            made = own["num_features"], own["variant"], own["kind"]
-            rows.append((label, *made, run.seed, accuracy, of, time, run.device))
-            line = values.setdefault(f"{own['variant']}, {own['kind']}, {of}", {})
-            line.setdefault(own["num_features"], []).append(accuracy)
+            rows.append((label, m, variant, kind, run.seed, accuracy, of, time, run.device))
+            data = run.task, run.protocol, run.origin
+            made = f"{variant}, {kind}, {of}", rest, *data
+            facts = *made, run.recipe, run.device, *how_trained(run)
+            values.setdefault(facts, {}).setdefault(m, []).append(accuracy)
     rows.sort(key=lambda row: (str(row[2]), row[1]))
-    lines = {
-        name: {m: mean_and_spread(line[m])[0] for m in sorted(line)}
-        for name, line in values.items()
-    }
     columns = ("run", "features", "variant", "kind", "seed", "accuracy, %", "of", "step, ms")
+    lines = _means(values)
     return Analysis(
         Table((*columns, "device"), rows),
         notes,
         draw=lambda path: draw_lines(
             path,
             lines,
-            x="random features",
+            x="features",
             y="accuracy, %, mean over seeds",
             ticks=sorted({m for line in lines.values() for m in line}),
         ),
     )
+
+
+def _features_of(run: Result) -> tuple[int, str, str, str]:
+    """Number of features, variant and kind; and the mixer's other options and other mixers.
+
+    Raises:
+        ValueError: It has none, or several that differ.
+    """
+    mixers = mixers_of(run.mixer)
+    if {name for name, _ in mixers} == {"linear"}:
+        maps = {own.get("feature_map", "elu") for _, own in mixers}
+        recipe = recipe_of(run)
+        found = {(recipe.width // recipe.heads, "linear", name) for name in maps}
+    else:
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(MECHANISMS["performer"]).parameters.items()
+        }
+        performers = [defaults | own for name, own in mixers if name == "performer"]
+        found = {(own["num_features"], own["variant"], own["kind"]) for own in performers}
+    if not found:
+        raise ValueError("the mixer has no performer, and is not linear attention alone")
+    if len(found) > 1:
+        raise ValueError("the features differ from block to block")
+    (made,) = found
+    rest = " ".join(_without_features(name, own) for name, own in mixers)
+    return *made, "" if rest in ("performer", "linear") else rest
+
+
+def _without_features(name: str, options: dict[str, Any]) -> str:
+    told = {"num_features", "variant", "kind", "feature_map"}
+    others = ",".join(f"{key}={x}" for key, x in options.items() if key not in told)
+    return f"{name}:{others}" if others else name
+
+
+def _means(values: Mapping[tuple[str, ...], Mapping[int, list[float]]]) -> Lines:
+    """A line for each group of runs, by its first fact and those in which the groups differ."""
+    differing = [i for i, facts in enumerate(zip(*values, strict=True)) if len(set(facts)) > 1]
+    return {
+        ", ".join([facts[0], *(facts[i] for i in differing if i and facts[i])]): {
+            m: mean_and_spread(line[m])[0] for m in sorted(line)
+        }
+        for facts, line in values.items()
+    }
