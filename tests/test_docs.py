@@ -3,11 +3,17 @@
 import doctest
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastattn.lra.cli import _parser, main
+from fastattn.lra.denoise import DENOISE
+from fastattn.lra.encoder import encoder_for
+from fastattn.lra.recipes import RECIPES
+from fastattn.lra.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -42,11 +48,46 @@ def test_long_commands_are_ones_the_command_takes(page):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
             if words[0] == "fastattn-lra":
-                _parser().parse_args(words[1:])
+                options = _parser().parse_args(words[1:])
+                if words[1] == "fit":
+                    assert_it_would_train(options)
             elif words[0] == "make":
                 assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
             else:
                 assert words[:2] == ["pip", "install"], line
+
+
+def assert_it_would_train(options):
+    """The recipe is for the task, and its network can be made."""
+    recipe = RECIPES[options.recipe].on(1000, 1024)
+    changed = {"pool": options.pool, "positions": options.positions}
+    recipe = replace(recipe, **{name: x for name, x in changed.items() if x is not None})
+    if options.denoise:
+        recipe = replace(recipe, denoise=DENOISE[options.denoise])
+    with torch.device("meta"):
+        encoder_for(TASKS[options.task], recipe, options.mixer or recipe.mixer)
+
+
+def test_the_page_of_lra_names_every_recipe():
+    named = set()
+    for row in (ROOT / "docs" / "lra.md").read_text().splitlines():
+        if row.startswith("| `"):
+            words = re.findall(r"`([^`]+)`", row.split("|")[1])
+            first = words[0].rsplit("-", 1)[0]
+            words = [first + word if word.startswith("-") else word for word in words]
+            named |= {word.replace("TASK", task) for word in words for task in TASKS}
+    assert RECIPES.keys() <= named
+
+
+def test_the_page_of_lra_makes_the_sets_of_pathfinder_that_it_trains_on():
+    lines = [line for x in blocks(ROOT / "docs" / "lra.md", "sh") for line in x.splitlines()]
+    of_pathfinder = [
+        _parser().parse_args(line.split()[1:]) for line in lines if " pathfinder " in line
+    ]
+    made = {(x.out, x.difficulty) for x in of_pathfinder if hasattr(x, "difficulty")}
+    trained = {(x.data_dir, x.protocol or "hard") for x in of_pathfinder if hasattr(x, "data_dir")}
+    assert len(trained) > 1
+    assert trained <= made
 
 
 def test_the_languages_of_all_blocks_are_ones_that_are_tested():

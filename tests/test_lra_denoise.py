@@ -12,6 +12,7 @@ from fastattn.lra import runs, train
 from fastattn.lra.cli import main
 from fastattn.lra.denoise import DENOISE, Denoise
 from fastattn.lra.encoder import MIXERS, Encoder, encoder_for
+from fastattn.lra.loading import Shares, loader
 from fastattn.lra.recipes import SMOKE, Recipe
 from fastattn.lra.tasks import TASKS
 
@@ -150,6 +151,24 @@ def test_the_classification_loss_is_reported_alone(data, tmp_path):
             assert b[key] == pytest.approx(a[key], rel=1e-6)
         assert b.keys() - a.keys() == {"train_denoise_loss", "val_denoise_loss"}
         assert abs(b["val_denoise_loss"] - np.log(20)) < 1
+
+
+def test_the_weight_of_denoising_is_in_the_loss(data):
+    splits = TASKS["listops"].load(data)
+    losses = {}
+    for weight in (1.0, 3.0):
+        recipe = replace(SMOKE, denoise=Denoise(weight=weight), dropout=0.0)
+        torch.manual_seed(0)
+        model = train.Classifier(TASKS["listops"], recipe.on(49, 40), "linear", splits)
+        noted = {}
+        model._note = lambda name, loss, batch, noted=noted: noted.update({name: loss})
+        torch.manual_seed(1)
+        share = next(iter(loader(Shares(model._stream(0), 0, 1), range(1), 0)))
+        share = model.transfer_batch_to_device(share, torch.device("cpu"), 0)
+        losses[weight] = model.training_step(share, 0), noted
+    (one, noted), (three, same) = losses.values()
+    assert torch.equal(noted["denoise_loss"], same["denoise_loss"])
+    assert (three - one).item() == pytest.approx(2 * noted["denoise_loss"].item(), rel=1e-5)
 
 
 def test_denoising_changes_what_is_learnt(data, tmp_path):

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from fastattn.lra import runs, train
-from fastattn.lra.encoder import encoder_for
+from fastattn.lra.encoder import ACTIVATIONS, encoder_for
+from fastattn.lra.mixers import BODIES
+from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.recipes import (
     LISTOPS_BUDGET,
     LISTOPS_FULL,
@@ -56,10 +58,39 @@ def test_a_recipe_makes_a_model_and_reaches_its_learning_rate(name):
         assert peak == pytest.approx(max(phase.lr for phase in whole.phases), rel=0.02)
         with torch.device("meta"):
             model = encoder_for(TASKS[task], whole, recipe.mixer or "linear")
+        assert model.max_length == longest if recipe.max_length is None else recipe.max_length
+        if (recipe.mixer or "linear").split(":")[0] not in BODIES:
+            assert len(model.blocks) == recipe.depth
+            for block in model.blocks:
+                assert block.norm_mixer.normalized_shape == (recipe.width,)
+                assert block.dropout.p == recipe.dropout
+                assert (block.ff is None) == (recipe.ff == 0)
+                if block.ff is not None:
+                    assert block.ff[0].out_features == recipe.ff
+                    assert isinstance(block.ff[1], ACTIVATIONS[recipe.activation])
+                heads = getattr(block.mixer, "num_heads", getattr(block.mixer, "heads", None))
+                assert heads in (None, recipe.heads)
         groups = model.parameter_groups(whole.weight_decay)
         grouped = [id(p) for group in groups for p in group["params"]]
         assert sorted(grouped) == sorted(map(id, model.parameters()))
         assert any(p.ndim == 1 for p in groups[1]["params"])
+
+
+def test_a_network_that_is_no_stack_of_blocks_says_what_is_not_used(data, tmp_path):
+    other = replace(SMOKE, depth=5, ff=999)
+    count = [
+        runs.fit("listops", data, recipe.at_most(5), "gru", tmp_path / name, workers=0)
+        for name, recipe in (("a", SMOKE), ("b", other))
+    ]
+    assert count[0]["parameters"] == count[1]["parameters"]
+    assert count[0]["unused"] == ["depth", "heads", "ff", "activation"]
+
+
+def test_three_sets_are_trained_a_third_of_the_epochs():
+    one, three = (RECIPES[f"pathfinder-transformer{x}"] for x in ("", "-three"))
+    assert (one.phases[0].epochs, three.phases[0].epochs) == (200, 67)
+    assert replace(three, name=one.name, phases=one.phases) == one
+    assert PROTOCOLS["locality"].retrieval_length == 4096
 
 
 def test_every_task_has_a_recipe_of_minutes():

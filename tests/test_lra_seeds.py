@@ -25,9 +25,10 @@ def data(tmp_path_factory):
 def result(seed, *losses, accuracy=0.5):
     history = [{"step": i, "val_loss": x, "val_accuracy": accuracy} for i, x in enumerate(losses)]
     return {
+        "task": "listops",
         "seed": seed,
         "floors": {"majority": 0.1},
-        "data": {"samples": {"val": 400}},
+        "data": {"samples": {"val": 400}, "protocol": "default", "stand_in": "made up"},
         "fit": {"history": history, "best": history[0]},
     }
 
@@ -74,6 +75,7 @@ def test_failed_seeds_are_stated_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds, "fit", fake)
     summary = seeds.fit_seeds("listops", tmp_path, SMOKE, "linear", tmp_path / "a", [3, 1, 10, 4])
     assert json.loads((tmp_path / "a/summary.json").read_text()) == summary
+    assert summary["data"] == {"protocol": "default", "stand_in": "made up"}
     assert summary["seeds"] == 4
     assert summary["failed"] == {"1": "at chance", "10": "diverged"}
     assert [row["seed"] for row in summary["runs"]] == [1, 3, 4, 10]
@@ -119,8 +121,11 @@ def test_the_command_trains_tests_and_goes_on_with_seeds(data, tmp_path, capsys)
     assert [row["val_accuracy"] for row in summary["runs"]] == [
         x["fit"]["best"]["val_accuracy"] for x in results
     ]
-    assert "of 2 seeds did not fail" in capsys.readouterr().out
-    assert main(["test", "--run", str(out)]) == 0
+    for _ in range(2):
+        said = capsys.readouterr().out
+        assert "of 2 seeds did not fail" in said
+        assert "generated, not the public files: seed 0" in said
+        assert main(["test", "--run", str(out)]) == 0
     assert "test_accuracy" in json.loads((out / "summary.json").read_text())
     assert main([*words, "--seeds", "0,7,8", "--resume"]) == 0
     assert json.loads((out / "summary.json").read_text())["seeds"] == 3

@@ -1,6 +1,7 @@
 """Training: exact resume, honest results, one clear sentence for every bad input."""
 
 import functools
+import hashlib
 import json
 import runpy
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import torch
 from fastattn.lra import runs, train
 from fastattn.lra.cli import main
 from fastattn.lra.encoder import MIXERS
-from fastattn.lra.recipes import LISTOPS_BUDGET, RECIPES, SMOKE, Phase, Recipe
+from fastattn.lra.recipes import LISTOPS_BUDGET, RECIPES, SMOKE, SOURCES, Phase, Recipe
 from fastattn.lra.tasks import TASKS
 
 
@@ -59,6 +61,16 @@ def test_a_run_records_everything(run, data):
     assert result["vocabulary"] == TASKS["listops"].vocabulary.hash
     assert result["data"]["samples"] == {"train": 200, "val": 40, "test": 53}
     assert len(result["data"]["fingerprints"]["test"]) == 16
+    assert result["device"]
+    assert result["versions"].keys() == {"python", "fastattn", "torch", "triton", "lightning"}
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["source"] == "fastattn"
+    assert result["unused"] == []
+    assert sum(group["numbers"] for group in result["groups"]) == result["parameters"]
+    assert [group["decay"] for group in result["groups"]] == [0.05, 0.0]
+    assert result["fit"]["peak_process_mib"] > 0
+    best = (run / "checkpoints/best.ckpt").read_bytes()
+    assert result["fit"]["checkpoint"] == hashlib.sha256(best).hexdigest()
     assert result["fit"]["steps"] == SMOKE.steps
     assert [e["step"] for e in result["fit"]["history"]] == [5, 10, 15, 20]
     assert result["parameters"] == sum(
@@ -120,6 +132,46 @@ def test_a_resumed_run_gives_the_same_losses_and_weights(run, data, tmp_path):
     assert history(out) == history(run)
     one, two = (torch.load(x / "checkpoints/last.ckpt")["state_dict"] for x in (run, out))
     assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_a_run_that_has_no_checkpoint_yet_is_begun_again(run, data, tmp_path, capsys):
+    def killed(name, *options):
+        """As if before the first validation."""
+        assert fit(data, tmp_path / name, *options) == 0
+        shutil.rmtree(tmp_path / name / "checkpoints")
+        path = tmp_path / name / "result.json"
+        result = json.loads(path.read_text())
+        del result["fit"]
+        path.write_text(json.dumps(result))
+        return tmp_path / name
+
+    assert fit(data, killed("a"), "--resume") == 0
+    assert history(tmp_path / "a") == history(run)
+    begun = killed("b", "--from", run)
+    assert fit(data, begun, "--resume") == 0  # which knows where it began
+    assert fit(data, tmp_path / "c", "--from", run) == 0
+    assert history(begun) == history(tmp_path / "c") != history(run)
+    assert fit(data, killed("d"), "--resume", mixer="softmax") == 2
+    assert "was started with mixer 'linear'" in capsys.readouterr().err
+
+
+def test_directions_are_redrawn_as_the_mixer_says_and_on_resuming(data, tmp_path):
+    mixer = "performer:redraw=2,num_features=8"
+    assert fit(data, tmp_path / "whole", mixer=mixer) == 0
+    assert fit(data, tmp_path / "cut", "--max-steps", 5, mixer=mixer) == 0
+    assert fit(data, tmp_path / "cut", "--resume", mixer=mixer) == 0
+    assert history(tmp_path / "cut") == history(tmp_path / "whole")
+    states = [
+        torch.load(tmp_path / name / "checkpoints/last.ckpt")["state_dict"]
+        for name in ("whole", "cut")
+    ]
+    model = train.Classifier(TASKS["listops"], SMOKE.on(200, 40), mixer, {})
+    for i, block in enumerate(model.encoder.blocks):
+        drawn = [state[f"encoder.blocks.{i}.mixer.projection"] for state in states]
+        assert torch.equal(*drawn)
+        assert not torch.equal(drawn[0], block.mixer.projection)
+        block.mixer.redraw_projection(10)  # after step 20
+        assert torch.equal(drawn[0], block.mixer.projection)
 
 
 @pytest.mark.parametrize("cut", [3, 7, 12])
@@ -219,6 +271,12 @@ def test_a_curriculum_makes_its_own_lists_and_records_them(data, tmp_path):
     (name,) = result["fit"]["additional_sets"]
     assert name == "4 to 12 tokens"
     assert result["fit"]["additional_sets"][name]["samples"] == 40
+    model = train.Classifier(
+        TASKS["listops"], recipe.on(200, 40), "linear", TASKS["listops"].load(data)
+    )
+    lengths = torch.cat([model._stream(0)[i].lengths for i in range(5)])
+    assert 4 <= lengths.min() <= lengths.max() <= 12
+    assert max(int(model._stream(1)[i].lengths.max()) for i in range(25)) > 12
     assert [e["step"] for e in result["fit"]["history"]] == [5, 6, 11, 16, 21, 26]
 
 
@@ -242,6 +300,28 @@ def test_early_stopping_stops(data, tmp_path):
     result = runs.fit("listops", data, recipe, "linear", tmp_path / "run", workers=0)
     assert result["fit"]["steps"] == 15
     assert result["fit"]["finished"]
+    assert result["fit"]["stopped_early"]
+
+
+def test_early_stopping_has_a_threshold_and_counts_on_after_resuming(data, tmp_path, monkeypatch):
+    phase = Phase(steps=40, batch_size=8, lr=1e-9)
+    recipe = replace(SMOKE, phases=(phase,), patience=3, warmup=0)
+    log = train.Classifier.log
+
+    def rising(self, name, value, **options):
+        log(self, name, 1e-4 * self.global_step if name == "val/accuracy" else value, **options)
+
+    monkeypatch.setattr(train.Classifier, "log", rising)
+
+    def steps(name, recipe, **options):
+        result = runs.fit("listops", data, recipe, "linear", tmp_path / name, workers=0, **options)
+        return result["fit"]["steps"], result["fit"]["stopped_early"]
+
+    assert steps("any", recipe) == (40, False)
+    least = replace(recipe, min_delta=0.01)
+    assert steps("most", least) == (20, True)
+    assert steps("cut", least.at_most(10)) == (10, False)
+    assert steps("cut", least, resume=True) == (20, True)
 
 
 # The schedule
@@ -279,6 +359,64 @@ def test_a_plateau_halves_the_learning_rate(data, tmp_path):
     assert rates[-1] < rates[0] / 2
 
 
+def test_a_plateau_is_what_torch_takes_for_one_and_ends_with_its_phase(monkeypatch):
+    phases = (
+        Phase(steps=100, batch_size=8, lr=1.0, decay="plateau"),
+        Phase(steps=50, batch_size=8, lr=0.5),
+        Phase(steps=50, batch_size=8, lr=0.25, decay="plateau"),
+    )
+    recipe = replace(SMOKE, phases=phases, plateau_patience=2, warmup=0).on(200, 40)
+    model = train.Classifier(TASKS["listops"], recipe, "linear", {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torchs = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=2, threshold=0.0
+    )
+    at = SimpleNamespace(step=0)
+    monkeypatch.setattr(train.Classifier, "global_step", property(lambda self: at.step))
+    for loss in (3, 2, 2, 2, 2, 1.9, 2, 2, 1.8, 2, 2, 2, 1.8, 2, 2, 2, 2):
+        at.step += 5
+        model._watch_plateau(loss)
+        torchs.step(loss)
+        assert model._lr_at(at.step) == optimizer.param_groups[0]["lr"]
+    assert model._lr_at(at.step) <= 0.25
+    assert model._lr_at(100) == 0.5
+    at.step = 155
+    model._watch_plateau(5.0)
+    assert model._lr_at(155) == 0.25
+
+
+def test_a_run_cut_off_while_its_learning_rate_rises_says_so(data, tmp_path):
+    with pytest.warns(UserWarning, match="ends at step 3, and its learning rate rises until step"):
+        runs.fit("listops", data, SMOKE.at_most(3), "linear", tmp_path / "run", workers=0)
+
+
+def test_evaluation_has_no_gradients_and_no_dropout(run, data, tmp_path, monkeypatch):
+    seen = []
+    evaluate = train.Classifier._evaluate
+
+    def watched(self, batch):
+        seen.append((torch.is_grad_enabled(), self.encoder.training))
+        return evaluate(self, batch)
+
+    monkeypatch.setattr(train.Classifier, "_evaluate", watched)
+    runs.fit("listops", data, SMOKE.at_most(5), "linear", tmp_path / "run", workers=0)
+    fitted = len(seen)
+    runs.evaluate(run)
+    assert 0 < fitted < len(seen)
+    assert set(seen) == {(False, False)}
+
+
+def test_the_protocol_of_2020_tests_the_last_checkpoint(data, tmp_path):
+    recipe = replace(SMOKE, phases=(Phase(steps=20, batch_size=8, lr=1e-12),), warmup=0)
+    runs.fit("listops", data, recipe, "linear", tmp_path / "run", workers=0, protocol="lra2020")
+    ours = runs.evaluate(tmp_path / "run", protocol="default")["test"]
+    theirs = runs.evaluate(tmp_path / "run")["test"]
+    assert (ours["checkpoint"], theirs["checkpoint"]) == ("best", "last")
+    assert ours["step"] < theirs["step"] == 20  # all are as good, and the first stays the best
+    assert theirs["protocol"] == "lra2020"
+    assert theirs["max_length"] == TASKS["listops"].load(data).record["max_length"]
+
+
 def test_every_parameter_is_in_one_group():
     model = train.Classifier(TASKS["listops"], SMOKE.on(200, 40), "linear", {})
     groups = model.configure_optimizers()["optimizer"].param_groups
@@ -295,7 +433,11 @@ def test_bad_recipes_raise():
         Phase(steps=1, batch_size=1, lr=1.0, lengths=(1, 2))
     with pytest.raises(ValueError, match="max-steps must be at least 1"):
         SMOKE.at_most(0)
+    with pytest.raises(ValueError, match="min_delta needs a patience"):
+        replace(SMOKE, min_delta=0.1)
     assert all(name == recipe.name for name, recipe in RECIPES.items())
+    assert SOURCES.keys() == RECIPES.keys()
+    assert all(SOURCES.values())
 
 
 # Bad input

@@ -68,15 +68,23 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ValueError: It is damaged, or nothing that a run of ours has written.
     """
     try:
-        content = path.read_bytes()
-        if content.startswith(b"{"):
-            content = _join(path, json.loads(content))
+        content = _content(path)
         checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if not {"fastattn", "state_dict", "global_step"} <= checkpoint.keys():
             raise ValueError("it was not written by fastattn")
     except Exception as error:  # torch.load raises nearly anything on a damaged file
         raise ValueError(f"{path} is damaged or no checkpoint of ours: {error}") from None
     return checkpoint
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a checkpoint, the same whole or in pieces."""
+    return hashlib.sha256(_content(path)).hexdigest()
+
+
+def _content(path: Path) -> bytes:
+    content = path.read_bytes()
+    return _join(path, json.loads(content)) if content.startswith(b"{") else content
 
 
 def _join(path: Path, index: dict[str, Any]) -> bytes:

@@ -335,6 +335,7 @@ def _test(options: argparse.Namespace) -> int:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
+    _print_notes(summary["data"])
     failed = summary["failed"]
     told = "".join(f"; seed {seed} failed: {why}" for seed, why in failed.items())
     print(f"{summary['seeds'] - len(failed)} of {summary['seeds']} seeds did not fail{told}")

@@ -277,6 +277,12 @@ class AsNumbers(nn.Module):
         return (tokens / self.largest).unsqueeze(-1)
 
 
+def unused_fields(mixer: str) -> list[str]:
+    """Fields of a recipe that say nothing of this network: a body has no blocks."""
+    name = mixers_of(mixer)[0][0]
+    return ["depth", "heads", "ff", "activation"] if name in BODIES else []
+
+
 def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
     """The model of a run.
 

@@ -19,6 +19,7 @@ class Protocol:
         differs: What of the source is not followed here.
         text_length: Bytes of a review that are read.
         validate_on_test: Text is validated on its test set, instead of a tenth of train.
+        last_checkpoint: Tasks of which the last checkpoint is tested, instead of the best.
         retrieval_length: Bytes of each of the two documents that are read.
         pathfinder_sets: The sets of difficulty trained on; validation and test are of the last.
         pathfinder_shares: Train and validation, as shares of that set; the rest is the test.
@@ -29,6 +30,7 @@ class Protocol:
     differs: str = ""
     text_length: int = 4096
     validate_on_test: bool = False
+    last_checkpoint: tuple[str, ...] = ()
     retrieval_length: int = 4000
     pathfinder_sets: tuple[str, ...] = ("hard",)
     pathfinder_shares: tuple[float, float] = (0.8, 0.1)
@@ -62,6 +64,7 @@ PROTOCOLS = {
             ),
             text_length=1000,
             validate_on_test=True,
+            last_checkpoint=("listops", "text"),
         ),
         Protocol(
             name="s4",
@@ -81,11 +84,15 @@ PROTOCOLS = {
         ),
         Protocol(
             name="locality",
-            source="Pathfinder from all three sets, validated and tested on the hard one",
+            source=(
+                "Miralles-González et al., arXiv:2501.14850: Pathfinder from all three sets, "
+                "validated and tested on the hard one; it trains 67 epochs then"
+            ),
             differs=(
                 "which images of the easier sets are left out is not known: ours are those whose "
                 "numbers the hard validation and test images have"
             ),
+            retrieval_length=4096,
             pathfinder_sets=("easy", "intermediate", "hard"),
         ),
         Protocol(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fastattn.lra.recipe import Phase, Recipe
 
-__all__ = ["RECIPES", "Phase", "Recipe"]
+__all__ = ["RECIPES", "SOURCES", "Phase", "Recipe"]
 
 # Seconds on two CPU cores, for any task: does everything run?
 SMOKE = Recipe(
@@ -115,6 +115,13 @@ TRANSFORMERS = tuple(
         (_of_001("text-transformer", 16, 1e-3, 0.01, 80, 256), 8, 512, "half-rotary"),
         (_of_001("retrieval-transformer", 64, 1e-3, 0.01, 60, 128), 6, 256, "half-rotary"),
     )
+)
+
+# All three sets, by the protocol "locality"; a third of the epochs, as each is as large.
+PATHFINDER_THREE = replace(
+    next(recipe for recipe in TRANSFORMERS if recipe.name == "pathfinder-transformer"),
+    name="pathfinder-transformer-three",
+    phases=(Phase(epochs=67, batch_size=128, lr=1e-3, decay="plateau"),),
 )
 
 # Table 6: D 128, H 256, GELU, no feed-forward part, independent rows of taps repeated to H.
@@ -297,6 +304,7 @@ RECIPES = {
         LISTOPS_MINI,
         LISTOPS_FULL,
         *TRANSFORMERS,
+        PATHFINDER_THREE,
         *GMLPS,
         *CONVS,
         PATHFINDER_GRU,
@@ -308,4 +316,28 @@ RECIPES = {
         LISTOPS_BERT_MINI,
         TEXT_BERT_MINI,
     )
+}
+
+_OF_001 = "Miralles-González et al. 2025, arXiv:2501.14850, table"
+_OF_000 = "a comparison of recurrent and convolutional networks on Pathfinder; batch size ours"
+_OF_004 = "BERT-mini with sparse and linear attention in turns; pre-norm and mean are ours"
+SOURCES = {
+    **dict.fromkeys(RECIPES, "fastattn"),
+    "listops-mini": f"fastattn, at the sizes of {_OF_004.split(';')[0]}",
+    "listops-full": f"{_OF_001} 5; warm-up, patience and betas ours",
+    "pathfinder-budget": f"fastattn, at the sizes of {_OF_001} 5",
+    **{
+        r.name: f"{_OF_001} 5; warm-up, patience, betas and heads ours"
+        for r in (*TRANSFORMERS, PATHFINDER_THREE)
+    },
+    **{r.name: f"{_OF_001} 6; warm-up, patience and betas ours" for r in GMLPS},
+    **{r.name: f"{_OF_001} 7; pre-norm and mean ours" for r in CONVS},
+    **dict.fromkeys(
+        ("pathfinder-gru", "pathfinder-tcn", "pathfinder-sinusoidal"),
+        _OF_000,
+    ),
+    "pathfinder-gru-attention": f"{_OF_000}, and the penalty",
+    "pathfinder-linformer": f"{_OF_000}, and the width",
+    "listops-bert-mini": _OF_004,
+    "text-bert-mini": _OF_004,
 }

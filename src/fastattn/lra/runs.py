@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -21,15 +22,17 @@ from lightning.pytorch.callbacks.progress import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import fastattn
-from fastattn.lra.checkpoints import CheckpointFiles, read_checkpoint
+from fastattn.lra.checkpoints import CheckpointFiles, digest, read_checkpoint
 from fastattn.lra.data import Data, Task
 from fastattn.lra.devices import hardware, is_first
-from fastattn.lra.encoder import mixers_of, reach
-from fastattn.lra.protocols import DEFAULT
-from fastattn.lra.recipes import Recipe
+from fastattn.lra.encoder import mixers_of, reach, unused_fields
+from fastattn.lra.protocols import DEFAULT, protocol_of
+from fastattn.lra.recipes import SOURCES, Recipe
 from fastattn.lra.tasks import TASKS
 from fastattn.lra.train import Classifier, chance_losses, check_vocabulary
 from fastattn.lra.transfer import begin_with, summary
+
+OF_TEST = ("protocol", "generated", "generator", "stand_in", "max_length", "difficulty", "size")
 
 
 def fit(
@@ -57,7 +60,7 @@ def fit(
         mixer: A name in ``fastattn.lra.encoder.MIXERS``, or several, one a block.
         out: The run directory; must be new, unless ``resume``.
         workers: Loader processes; None means one per core, at most 8, and none on two cores.
-        resume: Go on from ``out/checkpoints/last.ckpt``.
+        resume: Go on from ``out/checkpoints/last.ckpt``, or from the start where there is none yet.
         protocol: How the data is cut and split, a name in ``fastattn.lra.protocols.PROTOCOLS``;
             None means the default.
         devices: GPUs of a host, or processes where there is no GPU; each takes its share of a
@@ -78,8 +81,9 @@ def fit(
     """
     task = TASKS[task_name]
     last = out / "checkpoints" / "last.ckpt"
-    if resume and not last.is_file():
-        raise ValueError(f"nothing to resume: {last} does not exist")
+    if resume and not (out / "result.json").is_file():
+        raise ValueError(f"nothing to resume: {out / 'result.json'} does not exist")
+    begun = resume and last.is_file()
     # where several processes train, the others find what the first has written
     if not resume and is_first() and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: name another directory, or go on with --resume")
@@ -98,7 +102,10 @@ def fit(
     if resume:
         before = _read_result(out)
         _check_same_run(out, before, result)
-        check_vocabulary(task, read_checkpoint(last)["fastattn"]["vocabulary"])
+        if begun:
+            check_vocabulary(task, read_checkpoint(last)["fastattn"]["vocabulary"])
+        elif begin is None and "begin" in before:
+            begin = Path(before["begin"]["run"])
         result = before | result
         if before.get("fit", {}).get("finished"):
             return before
@@ -106,12 +113,18 @@ def fit(
     lightning.seed_everything(recipe.seed, verbose=False)
     model = Classifier(task, recipe, mixer, splits, workers)
     result["parameters"] = sum(p.numel() for p in model.parameters())
+    result["groups"] = [
+        {"decay": group["weight_decay"], "tensors": len(ps), "numbers": sum(p.numel() for p in ps)}
+        for group in model.encoder.parameter_groups(recipe.weight_decay)
+        for ps in [group["params"]]
+    ]
+    result["unused"] = unused_fields(mixer)
     result["reach"] = reach(model.encoder)
     if compiled and not recipe.classifies:
         raise ValueError("a run that only denoises is not compiled: leave compile out")
     if compiled:
         model.encoder.compile_training(graphs=recipe.accumulate == 1)
-    if begin is not None and not resume:
+    if begin is not None and not begun:
         result |= begin_with(model, begin, _read_result(begin))
         if is_first():
             print(summary(result["transfer"]))
@@ -134,6 +147,11 @@ def fit(
     patience = recipe.patience if recipe.patience is not None else 10**9
     early = EarlyStopping(f"val/{measure}", recipe.min_delta, patience, mode=mode)
     callbacks.append(early)
+    if recipe.last_step < recipe.warmup:
+        model.warn(
+            f"the run ends at step {recipe.last_step}, and its learning rate rises until step "
+            f"{recipe.warmup:g}: it never reaches its value"
+        )
     trainer = lightning.Trainer(
         **trainer_options,
         plugins=[CheckpointFiles(pieces=pieces)],
@@ -146,7 +164,9 @@ def fit(
         logger=[CSVLogger(out, "csv"), TensorBoardLogger(out, "tensorboard")],
         enable_model_summary=False,
     )
-    trainer.fit(model, ckpt_path=last if resume else None, weights_only=True)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    trainer.fit(model, ckpt_path=last if begun else None, weights_only=True)
 
     choose = max if mode == "max" else min
     best_entry = choose(model.history, key=lambda entry: entry[f"val_{measure}"])
@@ -159,14 +179,19 @@ def fit(
         "finished": trainer.global_step >= recipe.steps
         or early.stopped_epoch > 0
         or model.diverged,
+        "stopped_early": early.stopped_epoch > 0,
         "additional_sets": model.extra_sets,
         "best": best_entry,
+        "checkpoint": digest(out / "checkpoints" / "best.ckpt") if is_first() else None,
         "history": model.history,
     }
-    if result.get("test", {}).get("step") != best_entry["step"]:
-        result.pop("test", None)  # of a checkpoint that is no longer the best
+    tested = result.get("test", {})
+    whose = trainer.global_step if tested.get("checkpoint") == "last" else best_entry["step"]
+    if tested.get("step") != whose:
+        result.pop("test", None)  # of a checkpoint that is no longer the one
     if torch.cuda.is_available():
         result["fit"]["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
+    result["fit"]["peak_process_mib"] = _peak_of_process() // 2**20
     write(out / "result.json", result)
     if is_first():
         plot_curve(out)
@@ -190,6 +215,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Test a run's best checkpoint on every test sample once; the result goes to result.json.
 
+    Where the protocol reports the last checkpoint, as that of 2020 does of ListOps and Text, it is
+    the last.
+
     Args:
         run: A run directory made by :func:`fit`.
         data_dir: The data; None means where the run's training data was.
@@ -200,22 +228,23 @@ def evaluate(
         ValueError: The run is incomplete, or its vocabulary is another one.
     """
     result = _read_result(run)
-    best = run / "checkpoints" / "best.ckpt"
-    if not best.is_file():
-        raise ValueError(f"{run} has no checkpoint yet: {best} does not exist")
+    task, protocol = TASKS[result["task"]], protocol or _protocol(result)
+    which = "last" if task.name in protocol_of(protocol).last_checkpoint else "best"
+    path = run / "checkpoints" / f"{which}.ckpt"
+    if not path.is_file():
+        raise ValueError(f"{run} has no checkpoint yet: {path} does not exist")
     recipe = Recipe.from_dict(result["recipe"])
     if not recipe.classifies:
         raise ValueError(f"{run} has only denoised: begin another run with it, by --from {run}")
-    task = TASKS[result["task"]]
-    checkpoint = read_checkpoint(best)
+    checkpoint = read_checkpoint(path)
     check_vocabulary(task, checkpoint["fastattn"]["vocabulary"])
-    splits = task.load(data_dir or Path(result["data"]["directory"]), protocol or _protocol(result))
+    splits = task.load(data_dir or Path(result["data"]["directory"]), protocol)
     model = Classifier(task, recipe, result["mixer"], splits)
     try:
         model.load_state_dict(checkpoint["state_dict"])
     except RuntimeError as error:
         raise ValueError(
-            f"{best} does not fit the recipe in result.json: one of them was changed ({error})"
+            f"{path} does not fit the recipe in result.json: one of them was changed ({error})"
         ) from None
 
     trainer = lightning.Trainer(
@@ -230,10 +259,12 @@ def evaluate(
     result["test"] = {
         "samples": len(split),
         "accuracy": float((predictions == split.labels).mean()),
+        "checkpoint": which,
+        "sha256": digest(path),
         "step": checkpoint["global_step"],
         "fingerprint": split.fingerprint(),
         "data_of_the_run": split.fingerprint() == result["data"]["fingerprints"]["test"],
-        **{key: splits.record[key] for key in ("protocol", "generated", "generator", "stand_in")},
+        **{key: x for key, x in splits.record.items() if key in OF_TEST},
         "floors": task.floors(split),
         **task.breakdown(split, predictions),
     }
@@ -299,6 +330,7 @@ def _describe(
         "positions": recipe.positions_for(mixer),
         "pool": recipe.pool_for(mixer),
         "recipe": asdict(recipe),
+        "source": SOURCES.get(recipe.name),
         "seed": recipe.seed,
         "vocabulary": task.vocabulary.hash,
         "data": {
@@ -317,6 +349,16 @@ def _describe(
             **{name: _version(name) for name in ("triton", "lightning")},
         },
     }
+
+
+def _peak_of_process() -> int:
+    """Bytes of memory of this process, at most so far; 0 where nobody counts them."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _version(name: str) -> str | None:

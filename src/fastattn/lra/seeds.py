@@ -12,7 +12,7 @@ from typing import Any
 from fastattn.lra.analysis import mean_and_spread
 from fastattn.lra.recipe import Recipe
 from fastattn.lra.results import failure
-from fastattn.lra.runs import evaluate, fit, write
+from fastattn.lra.runs import OF_TEST, evaluate, fit, write
 
 _DENOISING = "val_denoise_loss"
 _MEASURES = ("val_accuracy", _DENOISING, "test_accuracy")
@@ -88,7 +88,10 @@ def _summarise(out: Path) -> dict[str, Any]:
             row["test_accuracy"] = result["test"]["accuracy"]
         rows.append(row)
     good = [row for row in rows if row["failed"] is None]
+    about = _read(_runs(out)[0]) if rows else {"task": None, "data": {}}
     summary = {
+        "task": about["task"],
+        "data": {key: x for key, x in about["data"].items() if key in OF_TEST},
         "seeds": len(rows),
         "failed": {str(row["seed"]): row["failed"] for row in rows if row["failed"]},
         **{key: _spread(good, rows, key) for key in _MEASURES if all(key in row for row in rows)},

@@ -20,6 +20,7 @@ from fastattn.lra.devices import is_first
 from fastattn.lra.encoder import encoder_for
 from fastattn.lra.loading import EvaluationData, Loader, Share, Shares, Stretch, loader
 from fastattn.lra.recipes import Phase, Recipe
+from fastattn.nn import redraw_projections
 
 CHANCE = 0.002  # nats from a loss that needs no input
 CHANCE_STEPS = 20  # fewer do not tell
@@ -63,7 +64,7 @@ class Classifier(lightning.LightningModule):
         self._ahead: tuple[int, Iterator[Share]] | None = None  # from which step on, and what
         self._losses: dict[str, list[Tensor]] = {"loss": [], "denoise_loss": []}
         self._sums = torch.zeros(4, dtype=torch.float64)
-        self._plateau = {"best": float("inf"), "waited": 0, "factor": 1.0}
+        self._plateau = {"phase": 0, "best": float("inf"), "waited": 0, "factor": 1.0}
 
     # Data
 
@@ -133,6 +134,10 @@ class Classifier(lightning.LightningModule):
         turn = batch_idx % self.recipe.accumulate
         share = turn * self.trainer.world_size + self.global_rank
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.global_step + (share << 40))
+
+    def on_train_batch_end(self, outputs: Any, batch: Share, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.recipe.accumulate == 0:
+            redraw_projections(self.encoder, self.global_step)
 
     def training_step(self, batch: Share, batch_idx: int) -> Tensor:
         (tokens, lengths, labels), _, weight = batch
@@ -228,7 +233,7 @@ class Classifier(lightning.LightningModule):
         entry = {
             "step": self.global_step,
             "seconds": round(self.seconds, 3),
-            "lr": self.recipe.lr_at(self.global_step - 1) * self._plateau["factor"],
+            "lr": self._lr_at(self.global_step - 1),
         }
         for name in ("loss", "denoise_loss"):
             if name in means:
@@ -241,7 +246,7 @@ class Classifier(lightning.LightningModule):
             losses.clear()
         self.history.append(entry)
         if self.diverged:
-            self._warn(
+            self.warn(
                 f"diverged: at step {self.global_step} the loss is no number, and training "
                 "ends. Take a lower learning rate, a longer warm-up, or clip the gradient"
             )
@@ -262,7 +267,7 @@ class Classifier(lightning.LightningModule):
         last = self.history[-1] if self.history else {}
         return not all(map(math.isfinite, (last.get(f"val_{x}", 0.0) for x in self._losses)))
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         self.warnings.append(text)
         if is_first():
             warnings.warn(text, stacklevel=2)
@@ -273,7 +278,7 @@ class Classifier(lightning.LightningModule):
             return
         for name, chance in chance_losses(self.splits["train"], self.task.num_classes).items():
             if abs(loss - chance) <= CHANCE:
-                self._warn(
+                self.warn(
                     f"stuck at chance: at step {self.global_step} of {self.recipe.steps} the "
                     f"training loss is {loss:.4f} nats, that of guessing from {name} "
                     f"({chance:.4f}). Take a lower learning rate or a longer warm-up, begin with "
@@ -282,9 +287,12 @@ class Classifier(lightning.LightningModule):
                 return
 
     def _watch_plateau(self, loss: float) -> None:
-        if self.recipe.phases[self.recipe.phase_at(self.global_step)[0]].decay != "plateau":
+        phase, _ = self.recipe.phase_at(self.global_step)
+        if self.recipe.phases[phase].decay != "plateau":
             return
         state = self._plateau
+        if state["phase"] != phase:
+            state.update(phase=phase, best=float("inf"), waited=0, factor=1.0)
         if loss < state["best"]:
             state.update(best=loss, waited=0)
             return
@@ -292,14 +300,17 @@ class Classifier(lightning.LightningModule):
         if state["waited"] > self.recipe.plateau_patience:
             state.update(waited=0, factor=state["factor"] / 2)
 
+    def _lr_at(self, step: int) -> float:
+        """The learning rate of a step, as plateaus of its phase have lowered it."""
+        same = self.recipe.phase_at(step)[0] == self._plateau["phase"]
+        return self.recipe.lr_at(step) * (self._plateau["factor"] if same else 1.0)
+
     def configure_optimizers(self) -> Any:
         """AdamW; weight decay on matrices only. The schedule gives absolute learning rates."""
         fused = self.device.type == "cuda"
         groups = self.encoder.parameter_groups(self.recipe.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=self.recipe.betas, fused=fused)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: self.recipe.lr_at(step) * self._plateau["factor"]
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_at)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -332,7 +343,8 @@ class Classifier(lightning.LightningModule):
         ours = checkpoint["fastattn"]
         check_vocabulary(self.task, ours["vocabulary"])
         self.history, self.seconds = ours["history"], ours["seconds"]
-        self._plateau, self.extra_sets = ours["plateau"], ours["extra_sets"]
+        phase, _ = self.recipe.phase_at(checkpoint["global_step"])
+        self._plateau, self.extra_sets = {"phase": phase} | ours["plateau"], ours["extra_sets"]
         self.waited, self.warnings = ours.get("waited", 0.0), ours.get("warnings", [])
         # Checkpoints lie at the end of an epoch: begin a new one, whatever its length, instead of
         # entering the old one again.

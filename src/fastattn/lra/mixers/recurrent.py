@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fastattn.lra.padding import Padding
 
@@ -12,9 +11,9 @@ from fastattn.lra.padding import Padding
 class RecurrentBody(nn.Module):
     """Read a document from its first token to its last; O(n), one step after another.
 
-    The state begins at zero for every document. Sequences are packed, so padding is never read.
-    Computed in float32 under autocast too: rounding would add up over thousands of steps, whose
-    time is not that of the arithmetic.
+    The state begins at zero for every document. What stands behind one is read, since a packed
+    sequence costs a CPU quadratic time, and left out. Computed in float32 under autocast too:
+    rounding would add up over thousands of steps, whose time is not that of the arithmetic.
 
     Args:
         kind: "rnn", "lstm" or "gru".
@@ -41,8 +40,5 @@ class RecurrentBody(nn.Module):
         """``(b, n, embedding)`` to the states ``(b, n, width)``, zero beyond the length."""
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.cells.weight_ih_l0.dtype)
-            packed = pack_padded_sequence(
-                x, padding.lengths, batch_first=True, enforce_sorted=False
-            )
-            states, _ = self.cells(packed)
-        return pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])[0]
+            states, _ = self.cells(x)
+        return padding.clear(states)
