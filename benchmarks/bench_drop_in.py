@@ -47,7 +47,7 @@ def bench_encoder(bench, rival, n, backward):
             "op": f"nn.TransformerEncoder of {LAYERS} layers",
             "rival": rival,
             "base": "stock",
-            "shape": [B, WIDTH, n],
+            "shape": [B, n, WIDTH],
             "n": n,
             "dtype": "bfloat16",
         },

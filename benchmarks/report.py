@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, SOFTMAX = "fastattn", "sdpa"
-OF_BOTH = (OURS, SOFTMAX)
 HEAD = """# Benchmarks
 
 Made by `make bench` and `python benchmarks/report.py` from the JSON under `benchmarks/results/`.
@@ -73,21 +72,33 @@ def table(entries: list[dict], x: str = "n") -> str:
 
 
 def crossover(entries: list[dict]) -> str:
-    """From which length on softmax attention is slower than ours, in one sentence; or nothing."""
-    times = {rival: {e["n"]: e["ms"] for e in entries if e["rival"] == rival} for rival in OF_BOTH}
-    lengths = sorted(times[OURS].keys() & times[SOFTMAX].keys())
+    """From which length on softmax attention is slower than ours, in one sentence; or stock, of
+    what takes its place, in one each; or nothing."""
+    base = entries[0].get("base")
+    if base is None:
+        return faster(entries, OURS, SOFTMAX, "", f"softmax attention ({SOFTMAX})")
+    rivals = dict.fromkeys(e["rival"] for e in entries if e["rival"] != base)
+    return "".join(faster(entries, rival, base, f"{rival}: ", base) for rival in rivals)
+
+
+def faster(entries: list[dict], mine: str, other: str, begin: str, called: str) -> str:
+    times = {
+        rival: {e["n"]: e["ms"] for e in entries if e["rival"] == rival} for rival in (mine, other)
+    }
+    lengths = sorted(times[mine].keys() & times[other].keys())
     if not lengths:
         return ""
-    slower = [n for n in lengths if times[SOFTMAX][n] < times[OURS][n]]
+    slower = [n for n in lengths if times[other][n] < times[mine][n]]
     after = [n for n in lengths if not slower or n > slower[-1]]
     if not after:
-        return f"Softmax attention is faster at every length up to {lengths[-1]}.\n"
-    n = after[0]
-    ratio = times[SOFTMAX][lengths[-1]] / times[OURS][lengths[-1]]
-    return (
-        f"From n = {n} on faster than softmax attention ({SOFTMAX}), {ratio:.1f} times at "
-        f"n = {lengths[-1]}.\n"
-    )
+        said = f"{begin}{called} is faster at every length up to {lengths[-1]}.\n"
+    else:
+        ratio = times[other][lengths[-1]] / times[mine][lengths[-1]]
+        said = (
+            f"{begin}from n = {after[0]} on faster than {called}, {ratio:.1f} times at "
+            f"n = {lengths[-1]}.\n"
+        )
+    return said[0].upper() + said[1:] if not begin else said
 
 
 def plot(entries: list[dict], path: Path, x: str = "n") -> None:

@@ -87,6 +87,18 @@ def test_the_crossover_is_the_first_length_from_which_on_ours_stays_faster():
     assert report.crossover(entries([1, 1, 1], [2, 2, 8])[:3]) == ""
 
 
+def test_what_takes_the_place_of_stock_has_a_crossover_each():
+    entries = [
+        {"n": n, "rival": rival, "base": "stock", "ms": ms}
+        for rival, times in (("stock", [2, 2, 8]), ("linear", [3, 1, 2]), ("bigbird", [9, 9, 9]))
+        for n, ms in zip((1, 2, 4), times, strict=True)
+    ]
+    assert report.crossover(entries) == (
+        "linear: from n = 2 on faster than stock, 4.0 times at n = 4.\n"
+        "bigbird: stock is faster at every length up to 4.\n"
+    )
+
+
 def test_the_published_page_is_what_the_results_say(tmp_path):
     found = report.load(list(report.RESULTS.glob("*/*.json")))
     assert (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text() == report.page(

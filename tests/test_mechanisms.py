@@ -431,6 +431,8 @@ def test_a_debugging_mode_reads_the_mask_behind_a_hint(make, monkeypatch):
     want = ours(x, x, x, is_causal=True)[0]
     for mask in (diagonal, nothing):
         assert torch.equal(ours(x, x, x, attn_mask=mask, is_causal=True)[0], want)
+    with pytest.raises(NotImplementedError, match=r"\(7, 7\) is not the causal one"):
+        always(x, x, x, attn_mask=diagonal)  # causal=True of the constructor is no hint
     monkeypatch.setenv("FASTATTN_CHECK_MASKS", "1")
     for module, hint in ((ours, True), (always, True), (always, False)):
         with pytest.raises(NotImplementedError, match=r"\(7, 7\) is not the causal one"):

@@ -345,8 +345,8 @@ class MultiHead(nn.MultiheadAttention):
                     f"{name}: attn_mask of shape {tuple(mask.shape)} is not supported, only the "
                     f"causal ({n}, {s}). {WAY_OUT}"
                 )
-            if not causal:
-                causal = _mask_is_causal(mask, name)
+            if not hint and not (self.causal and torch.compiler.is_compiling()):
+                causal = _mask_is_causal(mask, name) or causal
             elif _checks_masks() and not _mask_is_causal(mask, name) and hint and n > 1:
                 raise ValueError(
                     f"{name}: attn_mask of shape {tuple(mask.shape)} hides nothing, but is_causal "
