@@ -33,7 +33,7 @@ struct PlanOf<4096> {
 };
 template <>
 struct PlanOf<8192> {
-  using P = Plan<8192, 32, 16, 512, 256, 16, 32, 16>;
+  using P = Plan<8192, 32, 16, 512, 512, 16, 32, 16>;
 };
 template <>
 struct PlanOf<16384> {

@@ -20,7 +20,7 @@ struct Plan {
   static constexpr int N = N_, E = E_, PAD = PAD_, T = N / E;
   static constexpr int FORWARD = FORWARD_, BACKWARD = BACKWARD_;
   static constexpr int STAGES = sizeof...(RADICES);
-  static constexpr int PARTS = N > 8192 ? N / 4096 : 1;  // of the taps' gradient: conv_parts.cuh
+  static constexpr int PARTS = N > 4096 ? N / 4096 : 1;  // of the taps' gradient: conv_parts.cuh
   static ANYWHERE int radix(int stage) {
     const int all[] = {RADICES...};
     return all[stage];
