@@ -70,7 +70,16 @@ def test_padding_changes_nothing_whatever_it_holds(kind, own):
 
 @forms
 @pytest.mark.parametrize("name", ["ragged", "grouped", "longer-keys"])
-def test_keys_that_are_the_values_have_one_gradient(name, own):
+def test_keys_that_are_the_values_have_one_gradient(name, own, monkeypatch):
+    launch, are_one = linformer_triton._launch_grad_tokens, []
+    monkeypatch.setattr(
+        linformer_triton,
+        "_launch_grad_tokens",
+        lambda hidden, shape, same, *group: (
+            are_one.append(same),
+            launch(hidden, shape, same, *group),
+        ),
+    )
     case = next(c for c in CASES if c.name == name)
     mask = testing.padding_masks(case.b, case.s)["interior"].to(DEVICE)
     e, f = projections(case, own)
@@ -84,6 +93,8 @@ def test_keys_that_are_the_values_have_one_gradient(name, own):
             q, x, _ = case.inputs(dtype, DEVICE)
             inputs = [q, x, *(y.to(DEVICE, dtype) for y in (e, other))]
             testing.assert_as_accurate_as(tried, want, inputs)
+    assert len(are_one) >= 3
+    assert all(are_one)
 
 
 def test_slots_that_are_off_are_not_seen():

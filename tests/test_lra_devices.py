@@ -53,34 +53,71 @@ def test_a_gpu_trains_in_16_bits_unless_a_recipe_says_no(bf16, precision, monkey
         hardware(SMOKE, 2)
 
 
-@pytest.mark.slow
-def test_two_hosts_give_the_losses_of_one(data, tmp_path, monkeypatch):
-    program, first, second = (tmp_path / name for name in ("program.py", "one", "two"))
-    fit_alone = PROGRAM.replace("runs.evaluate(out, devices=devices)", "")
-    program.write_text(fit_alone.replace("devices=devices", "nodes=devices"))
+TOLD = """
+import os, signal, sys, threading
+from dataclasses import replace
+from pathlib import Path
+
+from fastattn.lra import runs, train
+from fastattn.lra.recipes import SMOKE
+
+data, out, rank = Path(sys.argv[1]), Path(sys.argv[2]), os.environ["RANK"]
+step = train.Classifier.training_step
+
+def told(self, batch, index):
+    if self.global_step == 7 and rank in sys.argv[3]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("step", self.global_step, flush=True)
+    return step(self, batch, index)
+
+train.Classifier.training_step = told
+runs.fit("listops", data, SMOKE, "linear", out, workers=0, nodes=2)
+"""
+
+
+def hosts(tmp_path, program, *words):
+    """Starts two hosts of a run."""
+    (tmp_path / "program.py").write_text(program)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     about |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    hosts = [
+    return [
         subprocess.Popen(
-            [sys.executable, str(program), str(data), str(second), "2"],
+            [sys.executable, str(tmp_path / "program.py"), *map(str, words)],
             env=os.environ | about | {"RANK": rank, "GROUP_RANK": rank, "NODE_RANK": rank},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in ("0", "1")
     ]
-    for host in hosts:
+
+
+@pytest.mark.slow
+def test_two_hosts_give_the_losses_of_one(data, tmp_path, monkeypatch):
+    first, second = tmp_path / "one", tmp_path / "two"
+    fit_alone = PROGRAM.replace("runs.evaluate(out, devices=devices)", "")
+    program = fit_alone.replace("devices=devices", "nodes=devices")
+    for host in hosts(tmp_path, program, data, second, 2):
         said = host.communicate(timeout=180)[1]
         assert host.returncode == 0, said[-3000:]
     monkeypatch.setattr(sys, "argv", ["program.py", str(data), str(first), "1"])
-    runpy.run_path(str(program))
+    runpy.run_path(str(tmp_path / "program.py"))
     one, two = (json.loads((run / "result.json").read_text()) for run in (first, second))
     assert two["fit"]["devices"] == 2
     for a, b in zip(one["fit"]["history"], two["fit"]["history"], strict=True):
         assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["1", "01"])
+def test_where_one_host_is_told_to_end_all_end_at_the_same_step(told, data, tmp_path):
+    both = hosts(tmp_path, TOLD, data, tmp_path / "run", told)
+    said = [host.communicate(timeout=120)[0].split("step ") for host in both]
+    steps = [int(x[-1]) for x in said]
+    assert steps[0] == steps[1] in (7, 8, 9)
 
 
 @pytest.mark.slow

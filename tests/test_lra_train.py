@@ -153,6 +153,35 @@ def test_a_run_that_has_no_checkpoint_yet_is_begun_again(run, data, tmp_path, ca
     assert history(begun) == history(tmp_path / "c") != history(run)
     assert fit(data, killed("d"), "--resume", mixer="softmax") == 2
     assert "was started with mixer 'linear'" in capsys.readouterr().err
+    assert fit(data, killed("e", "--from", run), "--resume", "--from", tmp_path / "a") == 2
+    assert "was not begun with" in capsys.readouterr().err
+    assert fit(data, tmp_path / "f", "--max-steps", 10) == 0
+    shutil.rmtree(tmp_path / "f/checkpoints")  # of a run that got somewhere
+    assert fit(data, tmp_path / "f", "--resume") == 2
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_a_resumed_run_without_its_best_checkpoint_keeps_its_result(run, data, tmp_path):
+    assert fit(data, tmp_path / "run", "--max-steps", 10) == 0
+    (tmp_path / "run/checkpoints/best.ckpt").unlink()
+    assert fit(data, tmp_path / "run", "--resume") == 0
+    assert history(tmp_path / "run") == history(run)
+
+
+def test_the_progress_bar_shows_the_loss_when_it_is_drawn(data, tmp_path, monkeypatch):
+    shown = []
+
+    class Watched(runs.ProgressBar):
+        def get_metrics(self, trainer, model):
+            shown.append(super().get_metrics(trainer, model))
+            return shown[-1]
+
+    monkeypatch.setattr(runs, "ProgressBar", Watched)
+    assert fit(data, tmp_path / "run") == 0
+    losses = [x["train/loss"] for x in shown if "train/loss" in x]
+    assert losses
+    assert len(losses) < SMOKE.steps
+    assert all(0 < float(x) < 10 for x in losses)
 
 
 def test_directions_are_redrawn_as_the_mixer_says_and_on_resuming(data, tmp_path):
@@ -387,7 +416,10 @@ def test_a_plateau_is_what_torch_takes_for_one_and_ends_with_its_phase(monkeypat
 
 def test_a_run_cut_off_while_its_learning_rate_rises_says_so(data, tmp_path):
     with pytest.warns(UserWarning, match="ends at step 3, and its learning rate rises until step"):
-        runs.fit("listops", data, SMOKE.at_most(3), "linear", tmp_path / "run", workers=0)
+        result = runs.fit("listops", data, SMOKE.at_most(3), "linear", tmp_path / "run", workers=0)
+    assert len(result["fit"]["warnings"]) == 1
+    result = runs.fit("listops", data, SMOKE, "linear", tmp_path / "run", workers=0, resume=True)
+    assert result["fit"]["warnings"] == []
 
 
 def test_evaluation_has_no_gradients_and_no_dropout(run, data, tmp_path, monkeypatch):
@@ -433,8 +465,6 @@ def test_bad_recipes_raise():
         Phase(steps=1, batch_size=1, lr=1.0, lengths=(1, 2))
     with pytest.raises(ValueError, match="max-steps must be at least 1"):
         SMOKE.at_most(0)
-    with pytest.raises(ValueError, match="min_delta needs a patience"):
-        replace(SMOKE, min_delta=0.1)
     assert all(name == recipe.name for name, recipe in RECIPES.items())
     assert SOURCES.keys() == RECIPES.keys()
     assert all(SOURCES.values())

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fastattn.lra.recipe import Recipe
-
-ASKED_EVERY = 50  # steps
 
 
 class DataParallel(DDPStrategy):
     """Leaves a batch where it is: told of its device, torch would move the lengths there too.
 
-    Lightning asks the first process at every step whether it was told to end, and waits for the
-    answer, and so for the GPU: here it asks at every 50th.
+    Where one process is told to end, all end together; Lightning asks the first one at every step,
+    and waits for the answer, and so for the GPU.
     """
 
     def determine_ddp_device_ids(self) -> None:
@@ -26,14 +27,46 @@ class DataParallel(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         loop = trainer.fit_loop.epoch_loop
-        ask = getattr(loop, "_broadcast_sigterm_tensor", None)
-        if ask is not None:  # of Lightning 2.6
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # of Lightning 2.6
+            loop._broadcast_sigterm_tensor = _Ending(trainer).ask
 
-            def ask_seldom() -> None:
-                if loop.global_step % ASKED_EVERY == 0:
-                    ask()
 
-            loop._broadcast_sigterm_tensor = ask_seldom
+class _Ending:
+    """Processes say to each other at every step whether they were told to end (SIGTERM), and act on
+    what was said at the last one, which has long arrived: so they agree, and nobody waits."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.told = trainer, False
+        self.said: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def tell(self, signum: int, frame: Any) -> None:
+        launcher = self.trainer.strategy.launcher
+        if launcher is not None and not self.told:
+            launcher.kill(signum)  # hands it on
+        self.told = True
+
+    def ask(self) -> None:
+        if self.said is None:  # the first step, behind which Lightning has put its own handler
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self.tell)  # it puts back what was there at last
+        elif self.answer(*self.said):
+            self.trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+        told = torch.tensor([float(self.told)], device=self.trainer.strategy.root_device)
+        torch.distributed.all_reduce(told)
+        if told.device.type != "cuda":
+            self.said = told, None
+            return
+        arrived = torch.cuda.Event()
+        told = torch.empty(1, pin_memory=True).copy_(told, non_blocking=True)
+        arrived.record()
+        self.said = told, arrived
+
+    @staticmethod
+    def answer(told: torch.Tensor, arrived: torch.cuda.Event | None) -> bool:
+        if arrived is not None:
+            arrived.synchronize()
+        return told.item() > 0
 
 
 def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]:

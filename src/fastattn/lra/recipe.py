@@ -145,8 +145,6 @@ class Recipe:
     stop_at: int | None = None
 
     def __post_init__(self) -> None:
-        if self.min_delta and self.patience is None:
-            raise ValueError(f"min_delta needs a patience, got {self.min_delta} and none")
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
         if self.penalty and not self.classifies:

@@ -16,9 +16,10 @@ from fastattn.lra.tasks import TASKS
 
 _OURS = """\
 One row is one configuration: mixer, recipe, data, device, and what the run began with. Accuracies \
-are in percent, of the best checkpoint; with several seeds they are the mean ± the sample standard \
-deviation over those that have one. A seed has failed when it has no result, diverged, or is at \
-chance: not more than two standard errors above the best constant label (the floor "majority"). \
+are in percent, of the best checkpoint unless the row says of the last; with several seeds they \
+are the mean ± the sample standard deviation over those that have one. A seed has failed when it \
+has no result, diverged, or is at chance: not more than two standard errors above the best \
+constant label (the floor "majority"). \
 Data "by its fingerprint" is that of a run which has recorded its origin. The reach of \
 convolutions, where recorded, is how many tokens before and after can change one.
 """

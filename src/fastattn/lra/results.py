@@ -12,7 +12,7 @@ from typing import Any
 
 from fastattn.lra.analysis import at_floor, configuration
 from fastattn.lra.mixers import mixers_of
-from fastattn.lra.protocols import DEFAULT
+from fastattn.lra.protocols import DEFAULT, PROTOCOLS
 from fastattn.lra.recipe import Recipe
 from fastattn.lra.recipes import RECIPES
 from fastattn.lra.tasks import TASKS
@@ -86,7 +86,10 @@ class Result:
         other = None if test.get("data_of_the_run", True) else test.get("fingerprint")
         shown = (self.protocol, self.origin, self.device, data["fingerprints"], other)
         begun = _beginning(self.content.get("begin")), self.content.get("transfer")
-        how = self.compiled, test.get("checkpoint", "best")
+        protocol = PROTOCOLS.get(self.protocol, DEFAULT)
+        last = self.content["task"] in protocol.last_checkpoint
+        untested = {"checkpoint": "last" if last else "best"}
+        how = self.compiled, (test or untested).get("checkpoint", "best")
         return configuration(self.content, *shown, *begun, *how)
 
 

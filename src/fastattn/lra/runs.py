@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -102,10 +103,15 @@ def fit(
     if resume:
         before = _read_result(out)
         _check_same_run(out, before, result)
+        began = before.get("begin")
+        if begin is not None and (began is None or began["run"] != str(begin.resolve())):
+            raise ValueError(f"{out} was not begun with {begin}: leave --from out to go on")
         if begun:
             check_vocabulary(task, read_checkpoint(last)["fastattn"]["vocabulary"])
-        elif begin is None and "begin" in before:
-            begin = Path(before["begin"]["run"])
+        elif "fit" in before:
+            raise ValueError(f"nothing to resume: {last} does not exist")
+        elif began is not None:
+            begin = Path(began["run"])
         result = before | result
         if before.get("fit", {}).get("finished"):
             return before
@@ -147,11 +153,14 @@ def fit(
     patience = recipe.patience if recipe.patience is not None else 10**9
     early = EarlyStopping(f"val/{measure}", recipe.min_delta, patience, mode=mode)
     callbacks.append(early)
+    cut = []  # of this sitting, not of the run
     if recipe.last_step < recipe.warmup:
-        model.warn(
+        cut.append(
             f"the run ends at step {recipe.last_step}, and its learning rate rises until step "
             f"{recipe.warmup:g}: it never reaches its value"
         )
+        if is_first():
+            warnings.warn(cut[0], stacklevel=2)
     trainer = lightning.Trainer(
         **trainer_options,
         plugins=[CheckpointFiles(pieces=pieces)],
@@ -168,6 +177,7 @@ def fit(
         torch.cuda.reset_peak_memory_stats()
     trainer.fit(model, ckpt_path=last if begun else None, weights_only=True)
 
+    chosen = out / "checkpoints" / "best.ckpt"
     choose = max if mode == "max" else min
     best_entry = choose(model.history, key=lambda entry: entry[f"val_{measure}"])
     result["fit"] = {
@@ -175,14 +185,14 @@ def fit(
         "seconds": round(model.seconds, 1),
         "data_wait": round(model.waited / model.seconds, 4),
         "devices": devices * nodes,
-        "warnings": model.warnings,
+        "warnings": model.warnings + cut,
         "finished": trainer.global_step >= recipe.steps
         or early.stopped_epoch > 0
         or model.diverged,
-        "stopped_early": early.stopped_epoch > 0,
+        "stopped_early": early.stopped_epoch > 0 and not model.diverged,
         "additional_sets": model.extra_sets,
         "best": best_entry,
-        "checkpoint": digest(out / "checkpoints" / "best.ckpt") if is_first() else None,
+        "checkpoint": digest(chosen) if chosen.is_file() else None,
         "history": model.history,
     }
     tested = result.get("test", {})

@@ -246,7 +246,7 @@ class Classifier(lightning.LightningModule):
             losses.clear()
         self.history.append(entry)
         if self.diverged:
-            self.warn(
+            self._warn(
                 f"diverged: at step {self.global_step} the loss is no number, and training "
                 "ends. Take a lower learning rate, a longer warm-up, or clip the gradient"
             )
@@ -267,18 +267,19 @@ class Classifier(lightning.LightningModule):
         last = self.history[-1] if self.history else {}
         return not all(map(math.isfinite, (last.get(f"val_{x}", 0.0) for x in self._losses)))
 
-    def warn(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self.warnings.append(text)
         if is_first():
             warnings.warn(text, stacklevel=2)
 
     def _watch_chance(self, loss: float, steps: int) -> None:
         """Say once that nothing has been learnt in the first tenth of the run."""
-        if self.warnings or steps < CHANCE_STEPS or self.global_step < 0.1 * self.recipe.steps:
+        told = any(text.startswith("stuck at chance") for text in self.warnings)
+        if told or steps < CHANCE_STEPS or self.global_step < 0.1 * self.recipe.steps:
             return
         for name, chance in chance_losses(self.splits["train"], self.task.num_classes).items():
             if abs(loss - chance) <= CHANCE:
-                self.warn(
+                self._warn(
                     f"stuck at chance: at step {self.global_step} of {self.recipe.steps} the "
                     f"training loss is {loss:.4f} nats, that of guessing from {name} "
                     f"({chance:.4f}). Take a lower learning rate or a longer warm-up, begin with "

@@ -65,7 +65,9 @@ def linformer_attention(
         TypeError: A dtype is not floating or differs; the mask is not bool.
         ValueError: A shape, device or option does not fit, or there are more keys than columns.
     """
+    same = v is k
     q, k, v = under_autocast(q, k, v)
+    v = k if same else v
     call, h = _check_inputs(q, k, v, proj_k, proj_v, key_padding_mask, scale), q.shape[1]
     if _select(q, backend) == "reference":  # whose slots are not rounded
         with in_full_precision(q.device.type):
