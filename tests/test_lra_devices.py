@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -115,8 +116,9 @@ def test_two_hosts_give_the_losses_of_one(data, tmp_path, monkeypatch):
 @pytest.mark.parametrize("told", ["1", "01"])
 def test_where_one_host_is_told_to_end_all_end_at_the_same_step(told, data, tmp_path):
     both = hosts(tmp_path, TOLD, data, tmp_path / "run", told)
-    said = [host.communicate(timeout=120)[0].split("step ") for host in both]
-    steps = [int(x[-1]) for x in said]
+    said = [host.communicate(timeout=120)[0] for host in both]
+    assert [host.returncode for host in both] == [0, 0]
+    steps = [int(re.findall(r"step (\d+)", x)[-1]) for x in said]
     assert steps[0] == steps[1] in (7, 8, 9)
 
 

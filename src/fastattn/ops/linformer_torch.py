@@ -15,6 +15,8 @@ def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
     if mask is not None:
         x = x.masked_fill(mask[:, None, :, None], 0)
     proj = proj.narrow(-1, 0, x.shape[2]).to(x.dtype)
+    if not torch.is_grad_enabled():  # else a product rounds as if the projection had a gradient
+        proj = proj.detach()
     if proj.dim() == 2:
         heads = x.shape[1]
         both = proj @ x.transpose(1, 2).flatten(2)  # (b, slots, h_kv·d)
