@@ -82,23 +82,31 @@ def crossover(entries: list[dict]) -> str:
 
 
 def faster(entries: list[dict], mine: str, other: str, begin: str, called: str) -> str:
-    times = {
-        rival: {e["n"]: e["ms"] for e in entries if e["rival"] == rival} for rival in (mine, other)
-    }
-    lengths = sorted(times[mine].keys() & times[other].keys())
-    if not lengths:
+    """The sentence of two rivals; and where graphs begin at another length, that."""
+    first, ratios = beginning(entries, mine, other, "ms")
+    if not ratios:
         return ""
-    slower = [n for n in lengths if times[other][n] < times[mine][n]]
-    after = [n for n in lengths if not slower or n > slower[-1]]
-    if not after:
-        said = f"{begin}{called} is faster at every length up to {lengths[-1]}.\n"
+    last = max(ratios)
+    if first is None:
+        said = f"{begin}{called} is faster at every length up to {last}"
     else:
-        ratio = times[other][lengths[-1]] / times[mine][lengths[-1]]
-        said = (
-            f"{begin}from n = {after[0]} on faster than {called}, {ratio:.1f} times at "
-            f"n = {lengths[-1]}.\n"
-        )
-    return said[0].upper() + said[1:] if not begin else said
+        said = f"{begin}from n = {first} on faster than {called}"
+        said += f", {ratios[last]:.1f} times at n = {last}"
+    as_graph, _ = beginning(entries, mine, other, "graph_ms")
+    if as_graph not in (None, first):
+        said += f"; as graphs from n = {as_graph} on"
+    return (said if begin else said[0].upper() + said[1:]) + ".\n"
+
+
+def beginning(
+    entries: list[dict], mine: str, other: str, key: str
+) -> tuple[int | None, dict[int, float]]:
+    """The length from which on mine stays faster, and at each length by how much."""
+    of = {who: {e["n"]: e[key] for e in entries if e["rival"] == who} for who in (mine, other)}
+    lengths = sorted(n for n in of[mine].keys() & of[other].keys() if of[mine][n] and of[other][n])
+    ratios = {n: of[other][n] / of[mine][n] for n in lengths}
+    slower = max((n for n in lengths if ratios[n] < 1), default=0)
+    return next((n for n in lengths if n > slower), None), ratios
 
 
 def plot(entries: list[dict], path: Path, x: str = "n") -> None:

@@ -76,7 +76,7 @@ def test_a_file_that_is_no_benchmark_is_named(tmp_path):
 def test_the_crossover_is_the_first_length_from_which_on_ours_stays_faster():
     def entries(ours, softmax):
         return [
-            {"n": n, "rival": rival, "ms": ms}
+            {"n": n, "rival": rival, "ms": ms, "graph_ms": None}
             for rival, times in (("fastattn", ours), ("sdpa", softmax))
             for n, ms in zip((1, 2, 4), times, strict=True)
         ]
@@ -89,13 +89,19 @@ def test_the_crossover_is_the_first_length_from_which_on_ours_stays_faster():
 
 def test_what_takes_the_place_of_stock_has_a_crossover_each():
     entries = [
-        {"n": n, "rival": rival, "base": "stock", "ms": ms}
+        {
+            "n": n,
+            "rival": rival,
+            "base": "stock",
+            "ms": ms,
+            "graph_ms": 1 if rival == "linear" else 2,
+        }
         for rival, times in (("stock", [2, 2, 8]), ("linear", [3, 1, 2]), ("bigbird", [9, 9, 9]))
         for n, ms in zip((1, 2, 4), times, strict=True)
     ]
     assert report.crossover(entries) == (
-        "linear: from n = 2 on faster than stock, 4.0 times at n = 4.\n"
-        "bigbird: stock is faster at every length up to 4.\n"
+        "linear: from n = 2 on faster than stock, 4.0 times at n = 4; as graphs from n = 1 on.\n"
+        "bigbird: stock is faster at every length up to 4; as graphs from n = 1 on.\n"
     )
 
 

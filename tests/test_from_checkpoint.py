@@ -110,3 +110,14 @@ def test_what_does_not_fit_says_so(example, pictures):
         example["train"](torch.nn.Linear(2, 2), data, epochs=1, batch=256, lr=1e-3, seed=0)
     with pytest.raises(ValueError, match="must divide the side of 28 pixels, got 5"):
         example["PatchClassifier"](5, 28, 1, 10, 8, 2, 1)
+
+
+def test_the_page_shows_the_recorded_run(whole_example):
+    page = (ROOT / "docs/from_checkpoints.md").read_text()
+    runs = list((ROOT / "benchmarks/results").glob("*/from_checkpoint/results.json"))
+    assert runs
+    for path in runs:
+        results = json.loads(path.read_text())
+        assert results["rows"].keys() == whole_example["ATTENTIONS"].keys()
+        assert whole_example["table"](results) in page
+        assert str(path.relative_to(ROOT)) in page
