@@ -65,11 +65,13 @@ class Watch(lightning.Callback):
         now()
         self.profile.stop()
         kernels = [
-            (event.time_range.start, event.time_range.end)
+            event
             for event in self.profile.events() or ()
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         ]
+        exchanges = [event for event in kernels if event.name.startswith("nccl")]
         self.found["busy_ms"] = covered(kernels) / PROFILED / 1000
+        self.found["exchange_ms"] = covered(exchanges) / PROFILED / 1000
         self.found["kernels"] = len(kernels) / PROFILED
         losses = torch.stack(self.losses).double()
         self.found["losses"] = trainer.strategy.reduce(losses, reduce_op="mean").tolist()
@@ -97,22 +99,23 @@ def now() -> float:
     return time.perf_counter()
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans."""
+def covered(events: list[Any]) -> float:
+    """Microseconds in which one of them runs."""
     total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
+    for start, stop in sorted((x.time_range.start, x.time_range.end) for x in events):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
 
 
-def watched(recipe: Recipe, mixer: str, batch_size: int | None, warm: int) -> Recipe:
+def watched(recipe: Recipe, options: argparse.Namespace, mixer: str, warm: int) -> Recipe:
     """The recipe's last phase, for as long as it is watched; its positions are its mixer's."""
     steps = warm + TIMED + PROFILED
-    size = batch_size or recipe.phases[-1].batch_size
+    size = options.batch_size or recipe.phases[-1].batch_size
     phase = replace(recipe.phases[-1], steps=steps, epochs=0, decay="constant", batch_size=size)
     if mixer != recipe.mixer:
         recipe = replace(recipe, mixer=mixer, positions=None)
+    recipe = replace(recipe, bf16=recipe.bf16 and not options.float32)
     return replace(recipe, phases=(phase,), dropout=0.0, warmup=warm, validate_every=steps)
 
 
@@ -123,7 +126,7 @@ def measure(options: argparse.Namespace, mixer: str, devices: int) -> dict[str, 
     longest = max(int(split.lengths.max()) for split in splits.values())
     # every shape is warmed up and recorded at its first two visits, where steps are compiled
     warm = 500 if options.compile else 50
-    recipe = watched(RECIPES[options.recipe], mixer, options.batch_size, warm)
+    recipe = watched(RECIPES[options.recipe], options, mixer, warm)
     recipe = recipe.on(len(splits["train"]), longest)
     lightning.seed_everything(recipe.seed, verbose=False)
     watch = Watch(warm)
@@ -143,7 +146,7 @@ def measure(options: argparse.Namespace, mixer: str, devices: int) -> dict[str, 
     trainer.fit(model)
     batch_size = recipe.phases[0].batch_size
     case = {"task": task.name, "recipe": options.recipe, "mixer": mixer, "devices": devices}
-    case |= {"compiled": options.compile, "batch_size": batch_size}
+    case |= {"compiled": options.compile, "batch_size": batch_size, "bf16": recipe.bf16}
     return case | watch.found if trainer.is_global_zero else None
 
 
@@ -157,6 +160,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="loader processes a device")
     parser.add_argument("--batch-size", type=int, help="over all devices; else the recipe's")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--float32", action="store_true", help="else the recipe's precision")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--one", action="store_true", help="here, the first mixer and devices")
     options = parser.parse_args()
@@ -173,7 +177,7 @@ def main() -> None:
             words = ["--task", options.task, "--data-dir", options.data_dir]
             words += ["--recipe", options.recipe, "--mixers", mixer, "--devices", devices]
             words += ["--workers", options.workers, "--out", out, "--one"]
-            words += ["--compile"] * options.compile
+            words += ["--compile"] * options.compile + ["--float32"] * options.float32
             if options.batch_size is not None:
                 words += ["--batch-size", options.batch_size]
             subprocess.run([sys.executable, __file__, *map(str, words)], check=True)
@@ -188,11 +192,13 @@ def row(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     alone = next(r for r in runs if r["mixer"] == run["mixer"])
     apart = max(abs(a - b) for a, b in zip(run["losses"][:COMPARED], alone["losses"], strict=False))
     return (
-        f"{run['task']} {run['mixer']}{', compiled' * run['compiled']}, batch {run['batch_size']}, "
+        f"{run['task']} {run['mixer']}{', compiled' * run['compiled']}"
+        f"{', float32' * (not run['bf16'])}, batch {run['batch_size']}, "
         f"devices {run['devices']}: {run['ms']:.2f} ms a step, "
         f"{1000 * run['batch_size'] / run['ms']:.0f} samples/s "
         f"(x {alone['ms'] / run['ms']:.2f}), busy {run['busy_ms'] / run['first_ms']:.1%} "
-        f"with {run['kernels']:.0f} kernels, waiting for data {run['data_wait']:.1%}, "
+        f"with {run['kernels']:.0f} kernels, {run['exchange_ms']:.2f} ms in exchange, "
+        f"waiting for data {run['data_wait']:.1%}, "
         f"losses {run['losses'][0]:.4f} to {run['losses'][-1]:.4f}, at most {apart:.1e} apart"
     )
 

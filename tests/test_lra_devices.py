@@ -4,15 +4,19 @@ import json
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fastattn.lra.devices import hardware
+from fastattn.lra.devices import _Ending, hardware
 from fastattn.lra.recipes import SMOKE
 from fastattn.lra.tasks import TASKS
 
@@ -120,6 +124,30 @@ def test_where_one_host_is_told_to_end_all_end_at_the_same_step(told, data, tmp_
     assert [host.returncode for host in both] == [0, 0]
     steps = [int(re.findall(r"step (\d+)", x)[-1]) for x in said]
     assert steps[0] == steps[1] in (7, 8, 9)
+
+
+@pytest.mark.gpu
+def test_processes_agree_without_waiting_for_the_gpu(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    before = signal.getsignal(signal.SIGTERM)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0), launcher=None)
+    connector = SimpleNamespace(received_sigterm=False)
+    ending = _Ending(SimpleNamespace(strategy=strategy, _signal_connector=connector))
+    try:
+        ending.ask()  # its first exchange sets NCCL up
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        ending.ask()
+        ending.tell(signal.SIGTERM, None)
+        ending.ask()  # says it
+        with pytest.raises(SIGTERMException):
+            ending.ask()  # and acts on what was said
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        signal.signal(signal.SIGTERM, before)
+        dist.destroy_process_group()
+    assert connector.received_sigterm
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ class _Ending:
         elif self.answer(*self.said):
             self.trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
-        told = torch.tensor([float(self.told)], device=self.trainer.strategy.root_device)
+        # filled there: a copy of it from here would wait for all that the GPU has to do
+        told = torch.full((1,), float(self.told), device=self.trainer.strategy.root_device)
         torch.distributed.all_reduce(told)
         if told.device.type != "cuda":
             self.said = told, None
@@ -80,8 +81,10 @@ def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]
         raise ValueError(f"devices and nodes must be at least 1, got {devices} and {nodes}")
     if cuda and devices > torch.cuda.device_count():
         raise ValueError(f"devices is {devices}, but there are {torch.cuda.device_count()} GPUs")
-    # buffers are functions of the seed: alike everywhere already
-    several = DataParallel(broadcast_buffers=False) if devices * nodes > 1 else "auto"
+    # buffers are functions of the seed: alike everywhere already. Gradients travel in pieces: of
+    # torch's size, 25 MB, one would hold those of a whole model here, until the last
+    together = devices * nodes > 1
+    several = DataParallel(broadcast_buffers=False, bucket_cap_mb=2) if together else "auto"
     return {
         "accelerator": "gpu" if cuda else "cpu",
         "devices": devices,
