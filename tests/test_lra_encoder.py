@@ -99,6 +99,21 @@ def test_training_compiles_once_for_all_lengths(mixer, positions, quick_compile)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
+def test_pictures_with_batch_norm_compile(quick_compile):
+    options = {"norm": "batch", "embedding": "numbers", "depth": 1, "max_length": 64}
+    model, compiled = (make("long_conv", **options) for _ in range(2))
+    compiled.compile_training()
+    tokens, lengths = torch.randint(20, (3, 64)), torch.full((3,), 64)
+    for _ in range(2):
+        wanted, got = model(tokens, lengths), compiled(tokens, lengths)
+        torch.testing.assert_close(got, wanted)
+        for x, y in zip(gradients(model, wanted), gradients(compiled, got), strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
+    for (name, x), y in zip(model.named_buffers(), compiled.buffers(), strict=True):
+        torch.testing.assert_close(y, x, msg=name)
+
+
 def gradients(model, out):
     return torch.autograd.grad(out.square().sum(), [*model.parameters()])
 
@@ -145,6 +160,43 @@ def test_a_pattern_of_mixers_is_one_a_block_and_repeats():
     assert [block.mixer.seed for block in model.blocks[::2]] == [0, 2]
 
 
+def test_batch_norm_is_of_a_channel_over_all_tokens_of_a_batch():
+    model = make("long_conv", norm="batch")
+    layer = model.blocks[0].norm_mixer
+    x = 3 * torch.randn(4, 10, 32) + 5
+    want = (x - x.mean((0, 1))) / (x.var((0, 1), correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(layer(x), want)
+    torch.testing.assert_close(layer.norm.running_mean, 0.1 * x.mean((0, 1)))
+    layer.eval()
+    assert torch.equal(layer(x[:1]), layer(x)[:1])  # not of this batch
+
+
+def test_batch_norm_is_before_the_pooling():
+    model = make("long_conv", norm="batch").eval()
+    tokens, lengths = torch.randint(20, (3, 16)), torch.full((3,), 16)
+    seen = []
+    model.norm.register_forward_hook(lambda module, given, out: seen.append(out))
+    logits = model(tokens, lengths)
+    assert seen[0].shape == (3, 16, 32)
+    torch.testing.assert_close(logits, model.head(seen[0].mean(1)))
+
+
+def test_batch_norm_takes_documents_of_one_length():
+    model = make("long_conv", norm="batch")
+    with pytest.raises(ValueError, match="lengths from 7 to 16 in 16 tokens; take norm layer"):
+        model(torch.randint(20, (3, 16)), torch.tensor([16, 7, 9]))
+
+
+def test_numbers_are_neighbours_as_grey_levels_are():
+    model = make("long_conv", embedding="numbers")
+    vectors = model.embedding(torch.arange(20))
+    steps = vectors.diff(dim=0)
+    torch.testing.assert_close(steps, (model.embedding.weight / 19).expand(19, 32))
+    assert torch.equal(vectors[0], model.embedding.bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model.embedding(torch.arange(20)), vectors)
+
+
 def test_bad_options_say_what_is_wrong():
     model = make("bigbird:block_size=32,num_random_blocks=1 performer:variant=relu")
     first, second = (block.mixer for block in model.blocks)
@@ -163,6 +215,10 @@ def test_bad_options_say_what_is_wrong():
         make("linear bigbird linear")
     with pytest.raises(ValueError, match="rotary positions need the mixer softmax"):
         make("softmax linear", "rotary")
+    with pytest.raises(ValueError, match="norm must be one of layer, batch, got 'group'"):
+        make("linear", norm="group")
+    with pytest.raises(ValueError, match="embedding must be one of table, numbers, got 'bytes'"):
+        make("linear", embedding="bytes")
     with pytest.raises(ValueError, match="positions must be one of"):
         make("linear", "relative")
     with pytest.raises(ValueError, match="rotary positions need the mixer softmax"):

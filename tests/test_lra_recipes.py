@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastattn.lra import runs, train
+from fastattn.lra.denoise import Denoise
 from fastattn.lra.encoder import ACTIVATIONS, encoder_for
 from fastattn.lra.mixers import BODIES
 from fastattn.lra.protocols import PROTOCOLS
@@ -83,7 +84,7 @@ def test_a_network_that_is_no_stack_of_blocks_says_what_is_not_used(data, tmp_pa
         for name, recipe in (("a", SMOKE), ("b", other))
     ]
     assert count[0]["parameters"] == count[1]["parameters"]
-    assert count[0]["unused"] == ["depth", "heads", "ff", "activation"]
+    assert count[0]["unused"] == ["depth", "heads", "ff", "activation", "norm"]
 
 
 def test_three_sets_are_trained_a_third_of_the_epochs():
@@ -152,6 +153,12 @@ def test_what_nothing_would_use_is_an_error():
         RECIPES["listops-bert-mini"].on(30, 40)
     with pytest.raises(ValueError, match="accumulate must be at least 1"):
         replace(SMOKE, accumulate=0)
+    with pytest.raises(ValueError, match="norm batch needs whole batches: accumulate must be 1"):
+        replace(SMOKE, norm="batch", accumulate=2)
+    with pytest.raises(ValueError, match="norm batch would mix the statistics"):
+        replace(SMOKE, norm="batch", denoise=Denoise())
+    with pytest.raises(ValueError, match="embedding numbers is for pictures, and listops has none"):
+        encoder_for(TASKS["listops"], replace(SMOKE, embedding="numbers").on(9, 40), "linear")
 
 
 # What a run does with them

@@ -134,6 +134,29 @@ def test_a_resumed_run_gives_the_same_losses_and_weights(run, data, tmp_path):
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+def test_batch_norm_goes_on_with_a_resumed_run_and_a_begun_one(tmp_path):
+    pictures = tmp_path / "data"
+    TASKS["image"].generate(pictures, num_train=40, num_val=10, num_test=10)
+
+    def pictured(name, *more):
+        words = [f"--data-dir={pictures}", f"--out={tmp_path / name}", *map(str, more)]
+        options = "--task image --mixer long_conv --workers 0 --norm batch --embedding numbers"
+        assert main(["fit", *options.split(), *words]) == 0
+        return torch.load(tmp_path / name / "checkpoints/last.ckpt")["state_dict"]
+
+    whole = pictured("whole")
+    pictured("run", "--max-steps", 10)
+    resumed = pictured("run", "--resume")
+    assert history(tmp_path / "run") == history(tmp_path / "whole")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[k], resumed[k]) for k in whole)
+    assert whole["encoder.norm.norm.num_batches_tracked"] == SMOKE.steps
+    pictured("begun", "--from", tmp_path / "whole", "--max-steps", 1)
+    moved = json.loads((tmp_path / "begun/result.json").read_text())["transfer"]["moved"]
+    assert "norm.norm.running_mean" in moved
+    assert main(["test", "--run", str(tmp_path / "whole")]) == 0
+
+
 def test_a_run_that_has_no_checkpoint_yet_is_begun_again(run, data, tmp_path, capsys):
     def killed(name, *options):
         """As if before the first validation."""

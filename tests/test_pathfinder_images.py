@@ -72,6 +72,21 @@ def test_the_brightest_pixel_is_255_and_discs_are_nearly_as_bright(sample):
     assert 230 < levels.mean() <= 255
 
 
+@pytest.mark.parametrize(
+    ("size", "difficulty", "ease"),
+    [(64, "hard", None), (256, "easy", None), (128, "hard", 0.0), (128, "hard", 1.5)],
+)
+def test_both_discs_are_seen_at_every_size_and_ease(size, difficulty, ease):
+    settings = Settings.of(size, difficulty, ease)
+    count = 40 if NATIVE else 4
+    drawn = draw(settings, 0, count, seed=0)
+    plain = draw(replace(settings, distractors=0), 0, count, seed=0)
+    one, other, alone = two_discs(plain.images, settings)
+    assert alone.all()
+    assert drawn.images[one | other].min() > 240
+    assert (drawn.images.max(axis=(1, 2)) == 255).all()
+
+
 def test_there_are_about_215_grey_levels(sample):
     assert 190 < len(np.unique(sample[1].images)) < 230
 

@@ -16,7 +16,7 @@ from fastattn.lra.analysis import shared
 from fastattn.lra.archives import unpack
 from fastattn.lra.data import Task
 from fastattn.lra.denoise import DENOISE
-from fastattn.lra.encoder import MIXERS, POSITIONS, mixers_of
+from fastattn.lra.encoder import EMBEDDINGS, MIXERS, NORMS, POSITIONS, mixers_of
 from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.recipe import DECAYS
 from fastattn.lra.recipes import RECIPES
@@ -87,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--positions", choices=POSITIONS, help="instead of the recipe's")
     fit.add_argument("--pool", help="mean, cls, last or attention:hops=4, instead of the recipe's")
+    fit.add_argument(
+        "--embedding",
+        choices=EMBEDDINGS,
+        help="of ids: a table of vectors, or of grey levels numbers, instead of the recipe's",
+    )
+    fit.add_argument("--norm", choices=NORMS, help="of tokens or batches, instead of the recipe's")
     fit.add_argument(
         "--augment",
         type=_augment,
@@ -252,7 +258,7 @@ def _print_notes(record: dict[str, Any]) -> None:
 
 def _fit(options: argparse.Namespace) -> int:
     recipe = RECIPES[options.recipe]
-    for name in ("seed", "positions", "pool", "augment", "accumulate"):
+    for name in ("seed", "embedding", "norm", "positions", "pool", "augment", "accumulate"):
         if getattr(options, name) is not None:
             recipe = replace(recipe, **{name: getattr(options, name)})
     if options.decay is not None:

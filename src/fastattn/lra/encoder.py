@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastattn.lra.data import GREYS, Task
 from fastattn.lra.denoise import PREDICTIONS
 from fastattn.lra.mixers import BODIES, MIXERS, Sizes, make_body, make_mixer, mixers_of
+from fastattn.lra.norms import NORMS
 from fastattn.lra.padding import Padding
 from fastattn.lra.patterns import options_fit, read_name
 from fastattn.lra.pooling import POOLS, Head, make_pool
@@ -20,7 +21,9 @@ from fastattn.lra.recipe import Recipe
 
 __all__ = [
     "ACTIVATIONS",
+    "EMBEDDINGS",
     "MIXERS",
+    "NORMS",
     "POOLS",
     "POSITIONS",
     "Encoder",
@@ -31,6 +34,7 @@ __all__ = [
 
 LENGTHS_APART = 64  # of batches that are compiled
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
+EMBEDDINGS = ("table", "numbers")
 
 
 class Encoder(nn.Module):
@@ -45,6 +49,11 @@ class Encoder(nn.Module):
             mixers of blocks but stand in place of all of them: they have layers of their own, no
             norms, and what they embed is ``embedding`` wide: 64, or "gru:embedding=false" for the
             ids as numbers from 0 to 1, as for grey levels.
+        embedding: "table", a vector for each id; or "numbers", the id's number from 0 to 1 times
+            one vector, plus another: for grey levels, which are neighbours then from the start.
+        norm: "layer", of each token before a mixer, before a feed-forward part and of what is
+            pooled; or "batch", of each channel over all tokens of a batch, before the pooling
+            instead of behind it: for documents of one length.
         positions: "rotary" or "half-rotary" (softmax only), "sinusoidal", "learned" or "none".
         max_length: Longest sequence that learned positions, Linformer and gMLP can take.
         width, depth, heads, ff: Sizes; ff is the hidden width of the feed-forward part, which 0
@@ -62,7 +71,7 @@ class Encoder(nn.Module):
 
     Raises:
         ValueError: An unknown name or option, positions that the mixer cannot use, or a depth that
-            is no multiple of the mixers.
+            is no multiple of the mixers. From :meth:`forward`: padding, with the norm "batch".
     """
 
     def __init__(
@@ -79,6 +88,8 @@ class Encoder(nn.Module):
         ff: int = 512,
         dropout: float = 0.0,
         activation: str = "relu",
+        embedding: str = "table",
+        norm: str = "layer",
         pool: str = "mean",
         parts: int = 1,
         head: int = 0,
@@ -94,6 +105,9 @@ class Encoder(nn.Module):
             raise ValueError(
                 f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
+        for what, given, known in (("embedding", embedding, EMBEDDINGS), ("norm", norm, NORMS)):
+            if given not in known:
+                raise ValueError(f"{what} must be one of {', '.join(known)}, got {given!r}")
         if parts not in (1, 2):
             raise ValueError(f"parts must be 1 or 2 documents a sample, got {parts}")
         pool_name, pool_options = _pool_of(pool)
@@ -102,9 +116,14 @@ class Encoder(nn.Module):
         embedded = mixers[0][1].pop("embedding", 64) if is_body else width
         if embedded is True or not isinstance(embedded, int) or embedded < 0:
             raise ValueError(f"embedding must be a width, or false, got {embedded!r}")
-        self.embedding = (
-            nn.Embedding(vocabulary_size, embedded) if embedded else AsNumbers(vocabulary_size)
-        )
+        self.vocabulary_size = vocabulary_size
+        self.embedding: nn.Module
+        if not embedded:
+            self.embedding = AsNumbers(vocabulary_size)
+        elif embedding == "numbers":
+            self.embedding = Numbers(vocabulary_size, embedded)
+        else:
+            self.embedding = nn.Embedding(vocabulary_size, embedded)
         learned = positions == "learned"
         self.place = nn.Embedding(self.max_length, width) if learned else None
         self.dropout = nn.Dropout(dropout)
@@ -121,14 +140,17 @@ class Encoder(nn.Module):
             for layer, (name, options) in enumerate(pattern):
                 with options_fit(name, options):
                     made = make_mixer(name, options, sizes, layer)
-                blocks.append(Block(made, width, ff, dropout, act))
+                blocks.append(Block(made, width, ff, dropout, act, NORMS[norm]))
         self.blocks = nn.ModuleList(blocks)
         self._compiled: Callable[[Tensor, Padding], Tensor] | None = None
         self.cls = nn.Parameter(torch.randn(embedded)) if pool_name == "cls" else None
         with options_fit(pool_name, pool_options):
             self.pool = make_pool(pool_name, pool_options, width)
         pooled = width * getattr(self.pool, "hops", 1)
-        self.norm = nn.Identity() if is_body else nn.LayerNorm(pooled)
+        self.by_batch = norm == "batch" and not is_body
+        self.norm: nn.Module = nn.Identity()
+        if not is_body:
+            self.norm = NORMS[norm](width if self.by_batch else pooled)
         self.head: nn.Module
         if parts == 1 and not head:
             self.head = nn.Linear(pooled, num_classes)
@@ -189,10 +211,18 @@ class Encoder(nn.Module):
 
     def _classify(self, tokens: Tensor, padding: Padding) -> Tensor:
         x = self._read(self.embedding(tokens), padding)
+        if self.by_batch:
+            return self.head(self.pool(self.norm(x), padding))
         return self.head(self.norm(self.pool(x, padding)))
 
     def _padding(self, tokens: Tensor, lengths: Tensor) -> Padding:
         first = int(self.cls is not None)
+        if self.by_batch and int(lengths.min()) < tokens.shape[1]:
+            raise ValueError(
+                "norm batch takes documents of one length, as pictures are: got lengths from "
+                f"{int(lengths.min())} to {int(lengths.max())} in {tokens.shape[1]} tokens; "
+                "take norm layer"
+            )
         return Padding.of(lengths + first, tokens.shape[1] + first, tokens.device)
 
     def denoised(self, tokens: Tensor, lengths: Tensor, selected: Tensor) -> Tensor:
@@ -203,9 +233,10 @@ class Encoder(nn.Module):
             lengths: As in :meth:`forward`.
             selected: ``(b·parts, n)``.
         """
-        assert isinstance(self.embedding, nn.Embedding)
-        table = torch.cat((self.embedding.weight, self.mask[None]))
-        x = self._read(F.embedding(tokens, table), self._padding(tokens, lengths))
+        hidden = tokens == self.vocabulary_size
+        x = self.embedding(tokens.masked_fill(hidden, 0))
+        x = torch.where(hidden.unsqueeze(-1), self.mask.to(x.dtype), x)
+        x = self._read(x, self._padding(tokens, lengths))
         return self.denoiser(x[:, x.shape[1] - tokens.shape[1] :][selected])
 
     def _read(self, x: Tensor, padding: Padding) -> Tensor:
@@ -246,13 +277,14 @@ class Block(nn.Module):
         ff: int,
         dropout: float,
         activation: type[nn.Module] = nn.ReLU,
+        norm: type[nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
-        self.norm_mixer = nn.LayerNorm(width)
+        self.norm_mixer = norm(width)
         self.mixer = mixer
         self.ff: nn.Module | None = None
         if ff:
-            self.norm_ff = nn.LayerNorm(width)
+            self.norm_ff = norm(width)
             self.ff = nn.Sequential(nn.Linear(width, ff), activation(), nn.Linear(ff, width))
         self.dropout = nn.Dropout(dropout)
 
@@ -277,10 +309,22 @@ class AsNumbers(nn.Module):
         return (tokens / self.largest).unsqueeze(-1)
 
 
+class Numbers(AsNumbers):
+    """The same times a vector, plus a vector: ``(b, n)`` to ``(b, n, width)``, in their dtype."""
+
+    def __init__(self, vocabulary_size: int, width: int) -> None:
+        super().__init__(vocabulary_size)
+        self.weight = nn.Parameter(torch.randn(width))
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, super().forward(tokens).to(self.bias.dtype), self.weight)
+
+
 def unused_fields(mixer: str) -> list[str]:
     """Fields of a recipe that say nothing of this network: a body has no blocks."""
     name = mixers_of(mixer)[0][0]
-    return ["depth", "heads", "ff", "activation"] if name in BODIES else []
+    return ["depth", "heads", "ff", "activation", "norm"] if name in BODIES else []
 
 
 def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
@@ -299,6 +343,8 @@ def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
     predict = recipe.denoise.predict if recipe.denoise else None
     if predict == "grey" and task.vocabulary != GREYS:
         raise ValueError(f"denoise grey is for pictures, and {task.name} has none: take tokens")
+    if recipe.embedding == "numbers" and task.vocabulary != GREYS:
+        raise ValueError(f"embedding numbers is for pictures, and {task.name} has none: take table")
     return Encoder(
         len(task.vocabulary),
         task.num_classes,
@@ -311,6 +357,8 @@ def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
         ff=recipe.ff,
         dropout=recipe.dropout,
         activation=recipe.activation,
+        embedding=recipe.embedding,
+        norm=recipe.norm,
         pool=pool,
         parts=task.parts,
         head=recipe.head,

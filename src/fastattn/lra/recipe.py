@@ -92,7 +92,7 @@ class Recipe:
         positions: None means rotary for the mixer softmax, none for mixers that see the order of
             the tokens themselves (conv and the networks that read in order), and else sinusoidal.
         pool: None means "last" for networks that read forwards, and else "mean".
-        width, depth, heads, ff, dropout, activation, head: As in
+        width, depth, heads, ff, dropout, activation, embedding, norm, head: As in
             :class:`fastattn.lra.encoder.Encoder`.
         max_length: None means that of the data's longest document.
         penalty: Weight of structured self-attention's penalty in the loss.
@@ -124,6 +124,8 @@ class Recipe:
     ff: int = 512
     dropout: float = 0.0
     activation: str = "relu"
+    embedding: str = "table"
+    norm: str = "layer"
     positions: str | None = None
     pool: str | None = None
     head: int = 0
@@ -147,6 +149,15 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
+        if self.norm == "batch" and self.accumulate > 1:
+            raise ValueError(
+                f"norm batch needs whole batches: accumulate must be 1, got {self.accumulate}"
+            )
+        if self.norm == "batch" and self.denoise and self.classifies:
+            raise ValueError(
+                "norm batch would mix the statistics of whole and of corrupted documents: denoise "
+                "alone, before, or take norm layer"
+            )
         if self.penalty and not self.classifies:
             raise ValueError(
                 f"penalty needs a classification, got {self.penalty} and {self.denoise}"

@@ -194,7 +194,8 @@ PATHFINDER_LINFORMER = replace(
     ff=256,
 )
 
-# Frozen, as listops-budget: every mixer the same. Ours, at the sizes of document 001's Transformer.
+# Frozen, as listops-budget: every mixer the same. Ours, at the sizes of document 001's Transformer;
+# with its norm and a table of grey levels none of those that were tried left chance.
 PATHFINDER_BUDGET = Recipe(
     name="pathfinder-budget",
     task="pathfinder",
@@ -203,6 +204,8 @@ PATHFINDER_BUDGET = Recipe(
     depth=6,
     heads=4,
     ff=256,
+    embedding="numbers",
+    norm="batch",
     max_length=None,
     warmup=1000,
     weight_decay=0.05,
