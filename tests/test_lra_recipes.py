@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastattn.lra import runs, train
+from fastattn.lra.data import Split
 from fastattn.lra.denoise import Denoise
 from fastattn.lra.encoder import ACTIVATIONS, encoder_for
 from fastattn.lra.mixers import BODIES
@@ -230,11 +231,21 @@ def test_a_penalty_is_trained_and_not_reported(data, tmp_path):
 
 def test_chance_is_that_of_the_labels():
     split = TASKS["listops"].generate_split(64, seed=0, min_length=5, max_length=20)
-    chances = train.chance_losses(split, 10)
+    chances = TASKS["listops"].chance(split)
     assert chances["nothing"] == pytest.approx(np.log(10))
     share = np.bincount(split.labels, minlength=10) / 64
     entropy = -sum(x * np.log(x) for x in share if x)
     assert chances["how often each label occurs"] == pytest.approx(entropy, rel=1e-5)
+    roots = split.tokens[split.offsets[:-1]]
+    given = 0.0
+    for root in set(roots):
+        share = np.bincount(split.labels[roots == root]) / (roots == root).sum()
+        given -= sum(x * np.log(x) for x in share if x) * (roots == root).mean()
+    assert chances["the root operator"] == pytest.approx(given)
+    assert TASKS["image"].chance(Split.of([split.tokens] * 4, [0, 0, 1, 1])) == {
+        "nothing": pytest.approx(np.log(10)),
+        "how often each label occurs": pytest.approx(np.log(2)),
+    }
 
 
 def test_waiting_for_data_is_in_the_result(data, tmp_path):

@@ -51,7 +51,7 @@ def test_every_task_runs_from_nothing_to_a_result(task, data, tmp_path, capsys):
     run = str(tmp_path / "run")
     assert main(["verify", str(data / task)]) == 0
     verified = capsys.readouterr().out
-    command = f"fit --task {task} --data-dir {data / task} --mixer linear --max-steps 2 --out {run}"
+    command = f"fit --task {task} --data-dir {data / task} --mixer linear --out {run}"
     assert main(command.split()) == 0
     assert main(["test", "--run", run]) == 0
     out = capsys.readouterr().out

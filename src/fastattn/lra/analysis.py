@@ -69,6 +69,27 @@ def listops_floors(split: Split) -> dict[str, float]:
     }
 
 
+def chance_losses(split: Split, num_classes: int) -> dict[str, float]:
+    """Cross-entropies on this very split, in nats, of guesses that need no input."""
+    counts = np.bincount(split.labels, minlength=num_classes)
+    return {
+        "nothing": float(np.log(num_classes)),
+        "how often each label occurs": _conditional_entropy(counts[None]),
+    }
+
+
+def root_loss(split: Split) -> float:
+    """The cross-entropy of how often each label goes with a ListOps sample's first token."""
+    return _conditional_entropy(_labels_by_root(split))
+
+
+def _conditional_entropy(counts: NDArray[np.int64]) -> float:
+    """Of the column, where the row is known; in nats."""
+    sums = np.broadcast_to(counts.sum(1, keepdims=True), counts.shape)
+    seen = counts > 0
+    return float((counts[seen] * np.log(sums[seen] / counts[seen])).sum() / counts.sum())
+
+
 def accuracy_by_root(split: Split, predictions: ArrayLike) -> dict[str, dict[str, float]]:
     """Accuracy for each root operator, beside the floor that the operator alone gives.
 

@@ -222,6 +222,8 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"  lengths {lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}")
             print(f"  labels 0 to {task.num_classes - 1}: {' '.join(shares)}")
             print("  floors: " + _floors(task.floors(split)))
+            losses = [f"{name} {loss:.3f}" for name, loss in task.chance(split).items()]
+            print(f"  losses, in nats, of guessing from: {', '.join(losses)}")
         for (one, a), (other, b) in itertools.combinations(data.items(), 2):
             if common := shared(a, b):
                 print(f"note: {common} samples of {other} are in {one} as well")

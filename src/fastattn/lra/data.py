@@ -221,6 +221,9 @@ class Task(Protocol):
     def floors(self, split: Split) -> dict[str, float]:
         """Accuracies on this very split that need no understanding of the task."""
 
+    def chance(self, split: Split) -> dict[str, float]:
+        """Cross-entropies on this very split, in nats, of guesses from what the name says."""
+
     def breakdown(self, split: Split, predictions: Indices) -> dict[str, Any]:
         """What a test's result says beside the accuracy; JSON."""
 

@@ -30,7 +30,7 @@ from fastattn.lra.encoder import mixers_of, reach, unused_fields
 from fastattn.lra.protocols import DEFAULT, protocol_of
 from fastattn.lra.recipes import SOURCES, Recipe
 from fastattn.lra.tasks import TASKS
-from fastattn.lra.train import Classifier, chance_losses, check_vocabulary
+from fastattn.lra.train import Classifier, check_vocabulary
 from fastattn.lra.transfer import begin_with, summary
 
 OF_TEST = ("protocol", "generated", "generator", "stand_in", "max_length", "difficulty", "size")
@@ -350,7 +350,7 @@ def _describe(
             "fingerprints": {name: split.fingerprint() for name, split in splits.items()},
         },
         "floors": task.floors(splits["val"]),
-        "chance": chance_losses(splits["val"], task.num_classes),
+        "chance": task.chance(splits["val"]),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
         "versions": {
             "python": platform.python_version(),

@@ -277,7 +277,7 @@ class Classifier(lightning.LightningModule):
         told = any(text.startswith("stuck at chance") for text in self.warnings)
         if told or steps < CHANCE_STEPS or self.global_step < 0.1 * self.recipe.steps:
             return
-        for name, chance in chance_losses(self.splits["train"], self.task.num_classes).items():
+        for name, chance in self.task.chance(self.splits["train"]).items():
             if abs(loss - chance) <= CHANCE:
                 self._warn(
                     f"stuck at chance: at step {self.global_step} of {self.recipe.steps} the "
@@ -355,13 +355,6 @@ class Classifier(lightning.LightningModule):
         batches = loops["epoch_loop.batch_progress"]
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False
-
-
-def chance_losses(split: Split, num_classes: int) -> dict[str, float]:
-    """Cross-entropies, in nats, that need no input."""
-    share = torch.bincount(torch.from_numpy(split.labels), minlength=num_classes) / len(split)
-    entropy = -torch.special.xlogy(share, share).sum().item()
-    return {"nothing": math.log(num_classes), "how often each label occurs": entropy}
 
 
 def additional_set(task: Task, phase: Phase, seed: int) -> Split:

@@ -26,6 +26,12 @@ class Classes:
 
         return {"majority": majority(split)}
 
+    def chance(self, split: Split) -> dict[str, float]:
+        """Cross-entropies, in nats, that need no input."""
+        from fastattn.lra.analysis import chance_losses
+
+        return chance_losses(split, self.num_classes)
+
     def breakdown(self, split: Split, predictions: ArrayLike) -> dict[str, Any]:
         """Samples and accuracy of each class, for the result of a test."""
         from fastattn.lra.analysis import accuracy_by_class

@@ -407,6 +407,12 @@ class ListOps:
 
         return listops_floors(split)
 
+    def chance(self, split: Split) -> dict[str, float]:
+        """Cross-entropies, in nats, that need no input, or no more of it than the first token."""
+        from fastattn.lra.analysis import chance_losses, root_loss
+
+        return chance_losses(split, self.num_classes) | {"the root operator": root_loss(split)}
+
     def breakdown(self, split: Split, predictions: ArrayLike) -> dict[str, Any]:
         """Accuracy for each root operator, for the result of a test."""
         from fastattn.lra.analysis import accuracy_by_root
