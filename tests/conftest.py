@@ -22,17 +22,40 @@ if with_cuda and torch.version.cuda is None:
         torch.library.define(f"torchvision::{name}", schema)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests of the GPU are skipped without one, and say so."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Tests of the GPU are skipped without one, and say so; with one, ``-m gpu`` takes those too
+    of files that run on it where there is one."""
+    for item in items:
+        if getattr(getattr(item, "module", None), "DEVICE", "cpu") == "cuda":
+            item.add_marker("gpu")
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where a test runs: on the CPU, and with ``-m gpu`` on a GPU."""
+    return request.param
+
+
+@pytest.fixture
+def kernel_device(device):
+    """The same, of a test that names kernels: on a CPU they are interpreted, or do not run."""
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are interpreted only where there is no GPU")
+    return device
+
+
+@pytest.fixture
+def compiler(device):
+    """A backend of torch.compile: on a CPU without the minutes of code generation."""
+    return "inductor" if device == "cuda" else "aot_eager"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from test_mechanisms import HEADS, OPTIONS, WIDTH
+from test_mechanisms import HEADS, OPTIONS, WIDTH, takes
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize
@@ -14,22 +14,20 @@ from torch.utils.checkpoint import checkpoint
 
 from fastattn import MECHANISMS, LongConv, ToeplitzMix, ops
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 backends = pytest.mark.parametrize("backend", ["torch", "triton"])
 mechanisms = pytest.mark.parametrize("name", MECHANISMS)
 
 
-def module(name, backend=None, **options):
+def module(name, device, backend=None, **options):
     torch.manual_seed(0)
     made = MECHANISMS[name](
-        WIDTH, HEADS, batch_first=True, device=DEVICE, backend=backend, **OPTIONS[name] | options
+        WIDTH, HEADS, batch_first=True, device=device, backend=backend, **OPTIONS[name] | options
     )
     return made
 
 
-def tokens(*shape):
-    return torch.randn(*shape, WIDTH, device=DEVICE)
+def tokens(*shape, device):
+    return torch.randn(*shape, WIDTH, device=device)
 
 
 def assert_same(found, want):
@@ -40,17 +38,17 @@ def assert_same(found, want):
 # torch.compile and torch.export
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("name", "backend"), [*((name, None) for name in MECHANISMS), ("linear", "triton")]
 )
-def test_one_graph_serves_every_length_forward_and_backward(name, backend, compiler):
+def test_one_graph_serves_every_length_forward_and_backward(name, backend, kernel_device, compiler):
     torch._dynamo.reset()
-    ours = module(name, backend, **({"seq_len": 64} if name == "linformer" else {}))
+    more = {"seq_len": 64} if name == "linformer" else {}
+    ours = module(name, kernel_device, backend, **more)
     compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=compiler)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for b, n in ((2, 20), (3, 33), (2, 47)):
-            x = tokens(b, n).requires_grad_()
+            x = tokens(b, n, device=kernel_device).requires_grad_()
             out = compiled(x, x, x)[0]
             (found,) = torch.autograd.grad(out.square().sum(), x)
             want = ours(x, x, x)[0]
@@ -59,13 +57,13 @@ def test_one_graph_serves_every_length_forward_and_backward(name, backend, compi
 
 
 @mechanisms
-def test_export_keeps_the_numbers_and_takes_other_batches(name):
-    ours = module(name).eval()
-    x = tokens(2, 16)
+def test_export_keeps_the_numbers_and_takes_other_batches(name, device):
+    ours = module(name, device).eval()
+    x = tokens(2, 16, device=device)
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(ours, (x, x, x), dynamic_shapes=({0: batch},) * 3)
     for b in (2, 5):
-        x = tokens(b, 16)
+        x = tokens(b, 16, device=device)
         assert_same(program.module()(x, x, x)[0], ours(x, x, x)[0])
 
 
@@ -73,9 +71,11 @@ def test_export_keeps_the_numbers_and_takes_other_batches(name):
 @pytest.mark.parametrize("form", ["reduce-overhead", "graph"])
 @mechanisms
 def test_cuda_graphs_replay_what_was_captured(name, form):
+    from torch._inductor import config
+
     torch._dynamo.reset()
-    ours = module(name).to(torch.bfloat16)
-    x = tokens(2, 16).bfloat16()
+    ours = module(name, "cuda").to(torch.bfloat16)
+    x = tokens(2, 16, device="cuda").bfloat16()
     if form == "graph":
         out = torch.empty_like(x)
         stream = torch.cuda.Stream()
@@ -91,13 +91,13 @@ def test_cuda_graphs_replay_what_was_captured(name, form):
         compiled = torch.compile(ours, fullgraph=True, mode="reduce-overhead")
         out = None
     for _ in range(3):
-        x.copy_(tokens(2, 16))
+        x.copy_(tokens(2, 16, device="cuda"))
         if form == "graph":
             run()
             found = out
         else:
             torch.compiler.cudagraph_mark_step_begin()
-            with torch.no_grad():
+            with torch.no_grad(), config.patch("triton.cudagraph_or_error", True):
                 found = compiled(x, x, x)[0].clone()
         with torch.no_grad():
             torch.testing.assert_close(found, ours(x, x, x)[0], rtol=2e-2, atol=2e-2)
@@ -122,10 +122,10 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 
 
 @kernels
-def test_one_tensor_given_several_times_compiles_whole(name):
+def test_one_tensor_given_several_times_compiles_whole(name, kernel_device, compiler):
     torch.manual_seed(0)
-    x = torch.randn(1, 2, 16, 16, device=DEVICE, requires_grad=True)
-    compiled = torch.compile(KERNELS[name], fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 2, 16, 16, device=kernel_device, requires_grad=True)
+    compiled = torch.compile(KERNELS[name], fullgraph=True, backend=compiler)
     found, want = (
         (out, *torch.autograd.grad(out.sum(), x)) for out in (compiled(x), KERNELS[name](x))
     )
@@ -137,10 +137,10 @@ def test_one_tensor_given_several_times_compiles_whole(name):
 
 
 @kernels
-def test_a_second_derivative_by_transforms_is_right_or_refused(name):
+def test_a_second_derivative_by_transforms_is_right_or_refused(name, kernel_device):
     """Never a zero: the kernels have none, and convolution takes the torch path."""
     torch.manual_seed(0)
-    x = 0.1 * torch.randn(1, 2, 16, 16, device=DEVICE)
+    x = 0.1 * torch.randn(1, 2, 16, 16, device=kernel_device)
     loss = lambda x: KERNELS[name](x).square().sum()  # noqa: E731
     once = grad(loss)(x)
     other = grad(lambda w: (grad(loss)(x) * w).sum())(x)  # which needs the first alone
@@ -158,9 +158,9 @@ def test_a_second_derivative_by_transforms_is_right_or_refused(name):
 
 @backends
 @mechanisms
-def test_grad_and_per_sample_gradients_equal_those_of_a_loop(name, backend):
-    ours = module(name, backend)
-    x = tokens(3, 16)
+def test_grad_and_per_sample_gradients_equal_those_of_a_loop(name, backend, kernel_device):
+    ours = module(name, kernel_device, backend)
+    x = tokens(3, 16, device=kernel_device)
     parameters = {n: p.detach() for n, p in ours.named_parameters()}
 
     def loss(parameters, sample):
@@ -180,11 +180,11 @@ def test_grad_and_per_sample_gradients_equal_those_of_a_loop(name, backend):
 
 @backends
 @mechanisms
-def test_vmap_runs_over_samples_masks_and_models(name, backend):
-    ours = module(name, backend)
-    x = tokens(3, 2, 16)
-    ignored = torch.arange(16, device=DEVICE) >= torch.tensor([[9], [16], [12]], device=DEVICE)
-    ignored = ignored.unsqueeze(1).expand(3, 2, 16)
+def test_vmap_runs_over_samples_masks_and_models(name, backend, kernel_device):
+    ours = module(name, kernel_device, backend)
+    x = tokens(3, 2, 16, device=kernel_device)
+    ignored = torch.arange(16) >= torch.tensor([[9], [16], [12]])
+    ignored = ignored.to(kernel_device).unsqueeze(1).expand(3, 2, 16)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         found = vmap(lambda x, mask: ours(x, x, x, mask)[0])(x, ignored)
@@ -202,12 +202,12 @@ def test_vmap_runs_over_samples_masks_and_models(name, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_vmap_runs_over_convolutions(backend):
+def test_vmap_runs_over_convolutions(backend, device):
     from fastattn import _native
 
-    if backend == "native" and _native.refusal(DEVICE):
-        pytest.skip(_native.refusal(DEVICE))
-    u, k = torch.randn(3, 2, 4, 30, device=DEVICE), torch.randn(3, 4, 30, device=DEVICE)
+    if backend == "native" and _native.refusal(device):
+        pytest.skip(_native.refusal(device))
+    u, k = torch.randn(3, 2, 4, 30, device=device), torch.randn(3, 4, 30, device=device)
 
     def convolved(u, k):
         return ops.fft_conv(u, k, backend=backend)
@@ -230,9 +230,9 @@ def test_vmap_runs_over_convolutions(backend):
             assert_same(of_k[i], want[1])
 
 
-def torchs_attention_has_one():
+def torchs_attention_has_one(device):
     """A forward derivative, which is a matter of its version, of the device and of the shape."""
-    x = torch.randn(1, 2, 8, 8, device=DEVICE)
+    x = torch.randn(1, 2, 8, 8, device=device)
     attend = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # noqa: E731
     try:
         torch.func.jvp(attend, (x,), (x,))
@@ -243,10 +243,10 @@ def torchs_attention_has_one():
 
 @backends
 @mechanisms
-def test_a_forward_derivative_is_exact_or_refused(name, backend):
+def test_a_forward_derivative_is_exact_or_refused(name, backend, kernel_device):
     """On the kernels there is none, nor in some of torch's own attention: never a zero."""
-    ours = module(name, backend)
-    x, t = tokens(2, 16), tokens(2, 16)
+    ours = module(name, kernel_device, backend)
+    x, t = (tokens(2, 16, device=kernel_device) for _ in range(2))
 
     def derivative():
         return torch.func.jvp(lambda x: ours(x, x, x)[0], (x,), (t,))[1]
@@ -258,7 +258,8 @@ def test_a_forward_derivative_is_exact_or_refused(name, backend):
     try:
         found = derivative()
     except NotImplementedError as error:
-        if name != "linformer" or torchs_attention_has_one() or "forward" not in str(error):
+        has_one = torchs_attention_has_one(kernel_device)
+        if name != "linformer" or has_one or "forward" not in str(error):
             raise
         return
     h = 1e-3
@@ -283,12 +284,12 @@ class LowRank(nn.Module):
 
 
 @mechanisms
-def test_an_adapter_as_a_parametrization_trains_alone_in_an_encoder(name):
+def test_an_adapter_as_a_parametrization_trains_alone_in_an_encoder(name, device):
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, 0.0, batch_first=True, device=DEVICE)
-    layer.self_attn = module(name)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, 0.0, batch_first=True, device=device)
+    layer.self_attn = module(name, device)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = tokens(2, 12)
+    x = tokens(2, 12, device=device)
     want = model(x)
     model.requires_grad_(False)
     for block in model.layers:
@@ -335,9 +336,9 @@ CONVOLUTIONS = {
 convolutions = pytest.mark.parametrize("name", CONVOLUTIONS)
 
 
-def convolution(name, **options):
+def convolution(name, device, **options):
     torch.manual_seed(0)
-    made = CONVOLUTIONS[name](device=DEVICE, **options)
+    made = CONVOLUTIONS[name](device=device, **options)
     if isinstance(made, ToeplitzMix):  # whose taps start near zero
         with torch.no_grad():
             made.taps.normal_()
@@ -345,16 +346,15 @@ def convolution(name, **options):
     return made
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @convolutions
-def test_a_convolution_compiles_whole(name, padded, compiler):
+def test_a_convolution_compiles_whole(name, padded, device, compiler):
     torch._dynamo.reset()
-    layer = convolution(name)
+    layer = convolution(name, device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=compiler)
     for b, n in ((2, 20), (3, 33)):
-        x = tokens(b, n).requires_grad_()
-        mask = (torch.arange(n, device=DEVICE) > n - 5).expand(b, n) if padded else None
+        x = tokens(b, n, device=device).requires_grad_()
+        mask = (torch.arange(n, device=device) > n - 5).expand(b, n) if padded else None
         out, want = (f(x, key_padding_mask=mask) for f in (compiled, layer))
         wanted = [x, *layer.parameters()]
         found = torch.autograd.grad(out.square().sum(), wanted)
@@ -364,12 +364,12 @@ def test_a_convolution_compiles_whole(name, padded, compiler):
 
 
 @convolutions
-def test_a_convolution_exports_and_takes_other_batches(name):
-    layer, x = convolution(name).eval(), tokens(2, 16)
+def test_a_convolution_exports_and_takes_other_batches(name, device):
+    layer, x = convolution(name, device).eval(), tokens(2, 16, device=device)
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: batch},))
     for b in (2, 5):
-        x = tokens(b, 16)
+        x = tokens(b, 16, device=device)
         assert_same(program.module()(x), layer(x))
 
 
@@ -379,8 +379,9 @@ def test_a_convolution_exports_and_takes_other_batches(name):
     [*((name, {}) for name in CONVOLUTIONS), ("causal", {"dropout": 0.5})],
     ids=str,
 )
-def test_a_checkpointed_convolution_has_the_same_gradients(name, options, reentrant):
-    layer, x = convolution(name, **options), tokens(2, 16).requires_grad_()
+def test_a_checkpointed_convolution_has_the_same_gradients(name, options, reentrant, device):
+    layer = convolution(name, device, **options)
+    x = tokens(2, 16, device=device).requires_grad_()
     wanted = [x, *layer.parameters()]
     torch.manual_seed(5)
     want = torch.autograd.grad(layer(x).square().sum(), wanted)
@@ -391,8 +392,8 @@ def test_a_checkpointed_convolution_has_the_same_gradients(name, options, reentr
 
 
 @convolutions
-def test_per_sample_gradients_of_a_convolution_equal_those_of_a_loop(name):
-    layer, x = convolution(name), tokens(3, 16)
+def test_per_sample_gradients_of_a_convolution_equal_those_of_a_loop(name, device):
+    layer, x = convolution(name, device), tokens(3, 16, device=device)
     parameters = {n: p.detach() for n, p in layer.named_parameters()}
 
     def loss(parameters, sample):
@@ -406,11 +407,11 @@ def test_per_sample_gradients_of_a_convolution_equal_those_of_a_loop(name):
 
 
 @convolutions
-def test_a_convolutions_state_loads_as_weights_alone(name):
-    layer, x, buffer = convolution(name), tokens(2, 16), io.BytesIO()
+def test_a_convolutions_state_loads_as_weights_alone(name, device):
+    layer, x, buffer = convolution(name, device), tokens(2, 16, device=device), io.BytesIO()
     torch.save(layer.state_dict(), buffer)
     buffer.seek(0)
-    other = CONVOLUTIONS[name](device=DEVICE)
+    other = CONVOLUTIONS[name](device=device)
     assert not torch.equal(other(x), layer(x))
     other.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
     assert torch.equal(other(x), layer(x))
@@ -423,8 +424,8 @@ def test_a_convolutions_state_loads_as_weights_alone(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @mechanisms
 def test_autocast_on_a_gpu_trains_and_equals_eval(name, dtype):
-    ours = module(name)
-    x = tokens(2, 16)
+    ours = module(name, "cuda")
+    x = tokens(2, 16, device="cuda")
     with torch.autocast("cuda", dtype=dtype):
         out = ours(x, x, x)[0]
         assert out.dtype == dtype
@@ -435,3 +436,41 @@ def test_autocast_on_a_gpu_trains_and_equals_eval(name, dtype):
     assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in ours.parameters())
     assert_near = torch.testing.assert_close
     assert_near(out.float(), ours(x, x, x)[0], rtol=0.05, atol=0.05)
+
+
+# A training step in CUDA graphs
+
+
+STEPS = [
+    *((name, torch.float32, "padded") for name in (*MECHANISMS, *CONVOLUTIONS)),
+    *((name, torch.float32, "causal") for name in MECHANISMS if takes(name, "causal")),
+    *((name, torch.bfloat16, "padded") for name in CONVOLUTIONS),  # of kernels of its own
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype", "form"), STEPS, ids=str)
+def test_a_step_is_captured_whole_and_replayed_with_the_gradients_of_eager(name, dtype, form):
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    layer = (convolution if name in CONVOLUTIONS else module)(name, "cuda").to(dtype)
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    ignored = (torch.arange(16, device="cuda") > 11).repeat(2, 1)
+    options = {"is_causal": True} if form == "causal" else {"key_padding_mask": ignored}
+
+    def step(f, x):
+        out = f(x, **options) if name in CONVOLUTIONS else f(x, x, x, **options)[0]
+        wanted = [x, *layer.parameters()]
+        return [out, *torch.autograd.grad(out.float().square().sum(), wanted)]
+
+    with config.patch("triton.cudagraph_or_error", True):
+        for _ in range(3):  # as it is, captured, replayed
+            x = tokens(2, 16, device="cuda").to(dtype).requires_grad_()
+            torch.compiler.cudagraph_mark_step_begin()
+            for found, want in zip(step(compiled, x), step(layer, x), strict=True):
+                assert want.abs().max() > 0
+                if dtype == torch.float32:
+                    assert_same(found, want)
+                else:  # the compiler rounds less often; a rounding is 2^-9
+                    assert (found - want).float().norm() < 2**-6 * want.float().norm()

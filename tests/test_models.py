@@ -10,7 +10,6 @@ from torch import nn
 from fastattn import MECHANISMS, PerformerAttention, convert, revert
 
 torchvision = pytest.importorskip("torchvision")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # 197 tokens of a ViT at 224 pixels; BigBird's window spans them all, so that it is exact
 OPTIONS = {
     "linear": {},
@@ -21,18 +20,18 @@ OPTIONS = {
 
 
 @pytest.fixture
-def vit():
+def vit(device):
     """torchvision's ViT-B/16 of two layers."""
     model = torchvision.models.VisionTransformer(
         image_size=224, patch_size=16, num_layers=2, num_heads=12, hidden_dim=768, mlp_dim=3072
     )
     nn.init.normal_(model.heads[0].weight, std=0.02)  # zero at first
-    return model.to(DEVICE).eval()
+    return model.to(device).eval()
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_the_vit_of_torchvision(vit, mechanism):
-    images = torch.randn(2, 3, 224, 224, device=DEVICE)
+def test_the_vit_of_torchvision(vit, mechanism, device):
+    images = torch.randn(2, 3, 224, 224, device=device)
     with torch.no_grad():
         want = vit(images)
         names = convert(vit, mechanism, **OPTIONS[mechanism])
@@ -69,9 +68,9 @@ class TextTower(nn.Module):
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "performer"])
-def test_a_text_tower_with_a_float_causal_mask_stays_causal(mechanism):
-    model = TextTower().to(DEVICE)
-    text = torch.randint(1000, (2, 77), device=DEVICE)
+def test_a_text_tower_with_a_float_causal_mask_stays_causal(mechanism, device):
+    model = TextTower().to(device)
+    text = torch.randint(1000, (2, 77), device=device)
     with torch.no_grad():
         want = model(text)
         assert len(convert(model, mechanism)) == 2
@@ -87,19 +86,19 @@ def test_a_text_tower_with_a_float_causal_mask_stays_causal(mechanism):
 
 @pytest.mark.parametrize("mechanism", ["bigbird", "linformer"])
 def test_a_text_tower_is_refused_by_what_cannot_be_causal(mechanism):
-    model = TextTower().to(DEVICE)
+    model = TextTower()
     options = {"seq_len": 77} if mechanism == "linformer" else {}
     convert(model, mechanism, **options)
     with pytest.raises((NotImplementedError, ValueError), match="causal"):
-        model(torch.zeros(1, 77, dtype=torch.long, device=DEVICE))
+        model(torch.zeros(1, 77, dtype=torch.long))
 
 
-def test_adapters_of_peft_train_alone_and_merge(vit):
+def test_adapters_of_peft_train_alone_and_merge(vit, device):
     """Its wrapper of nn.MultiheadAttention refuses ours, whose fast path is closed; an adapter of
     the parameter does not, and reaches queries, keys and values as well."""
     peft = pytest.importorskip("peft")
     convert(vit, "performer", num_features=16)
-    x = torch.randn(2, 3, 224, 224, device=DEVICE)
+    x = torch.randn(2, 3, 224, 224, device=device)
     with torch.no_grad():
         want = vit(x)
     config = peft.LoraConfig(
@@ -124,7 +123,7 @@ def test_adapters_of_peft_train_alone_and_merge(vit):
     assert sum(type(m) is PerformerAttention for m in merged.modules()) == 2
 
 
-def test_a_converted_model_is_saved_and_loaded_with_weights_only(vit):
+def test_a_converted_model_is_saved_and_loaded_with_weights_only(vit, device):
     convert(vit, "performer", num_features=16)
     file = io.BytesIO()
     torch.save(vit.state_dict(), file)
@@ -133,6 +132,6 @@ def test_a_converted_model_is_saved_and_loaded_with_weights_only(vit):
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
     other.load_state_dict(torch.load(file, weights_only=True), strict=True)
-    images = torch.randn(1, 3, 224, 224, device=DEVICE)
+    images = torch.randn(1, 3, 224, 224, device=device)
     with torch.no_grad():
         assert torch.equal(other(images), vit(images))

@@ -65,14 +65,18 @@ def bart(**more):
     return transformers.BartForConditionalGeneration(config).eval()
 
 
-def tokens(b, n):
-    return torch.randint(1, 50, (b, n))
+def tokens(b, n, device="cpu"):
+    return torch.randint(1, 50, (b, n)).to(device)
 
 
-def padded(n, side):
-    mask = torch.ones(2, n, dtype=torch.long)
+def padded(n, side, device="cpu"):
+    mask = torch.ones(2, n, dtype=torch.long, device=device)
     mask[1, slice(n - 5, None) if side == "right" else slice(5)] = 0
     return mask
+
+
+def heads(*shape, device="cpu"):
+    return torch.randn(*shape, 8).to(device)
 
 
 def output(model, **inputs):
@@ -106,18 +110,20 @@ def calls(monkeypatch, name):
         ("linformer", {"slots": 64}),
     ],
 )
-def test_a_dense_layout_and_a_slot_for_every_token_are_the_models_own(make, name, options, side):
-    model = make()
+def test_a_dense_layout_and_a_slot_for_every_token_are_the_models_own(
+    make, name, options, side, device
+):
+    model = make().to(device)
     register(**{name: options})
     if make is vit:
-        inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}  # 65 tokens
+        inputs = {"pixel_values": torch.randn(2, 3, 32, 32, device=device)}  # 65 tokens
         register(linformer={"slots": 65}, bigbird={**options, "num_window_blocks": 11}
                  if name == "bigbird" else None)  # fmt: skip
         valid = torch.ones(2, 65, dtype=torch.bool)
     else:
-        inputs = {"input_ids": tokens(2, 50)}
+        inputs = {"input_ids": tokens(2, 50, device)}
         if side is not None:
-            inputs["attention_mask"] = padded(50, side)
+            inputs["attention_mask"] = padded(50, side, device)
         valid = inputs.get("attention_mask", torch.ones(2, 50)).bool()
     with torch.no_grad():
         want = output(model, **inputs)
@@ -127,8 +133,8 @@ def test_a_dense_layout_and_a_slot_for_every_token_are_the_models_own(make, name
 
 
 @pytest.mark.parametrize("make", [bert, llama, gpt2])
-def test_performers_error_is_that_of_its_estimate_and_falls_with_more_features(make):
-    model, inputs = make(), {"input_ids": tokens(4, 40)}
+def test_performers_error_is_that_of_its_estimate_and_falls_with_more_features(make, device):
+    model, inputs = make().to(device), {"input_ids": tokens(4, 40, device)}
     with torch.no_grad():
         want = output(model, **inputs)
         model.set_attn_implementation("fastattn_performer")
@@ -150,56 +156,56 @@ def test_performers_error_is_that_of_its_estimate_and_falls_with_more_features(m
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_masks_and_scales_arrive(name, causal, side):
+def test_masks_and_scales_arrive(name, causal, side, device):
     module = torch.nn.Module()
     module.layer_idx, module.is_causal = 3, causal
-    q, k, v = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
-    mask = padded(12, side).bool()
+    q, k, v = (heads(2, h, 12, device=device) for h in (4, 2, 2))
+    mask = padded(12, side, device).bool()
     got, weights = ALL_ATTENTION_FUNCTIONS[name](module, q, k, v, mask, scaling=0.5)
     assert weights is None
     about = {"causal": causal, "key_padding_mask": ~mask}
     if name == "fastattn_linear":
         want = linear_attention_reference(q, k, v, **about)
     else:
-        directions = draw_projection(256, 8, layer=3)
+        directions = draw_projection(256, 8, layer=3).to(device)
         want = favor_attention_reference(q, k, v, directions, scale=0.5, **about)
     torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_on_either_side_changes_nothing(name):
-    model = bert()
+def test_padding_on_either_side_changes_nothing(name, device):
+    model = bert().to(device)
     model.set_attn_implementation(name)
-    ids = tokens(1, 40)
+    ids = tokens(1, 40, device)
     alone = output(model, input_ids=ids)
     register(bigbird={"block_size": 16}, linformer={"slots": 64})
     alone = output(model, input_ids=ids)
     right = output(
         model,
-        input_ids=torch.cat([ids, tokens(1, 9)], 1),
-        attention_mask=torch.tensor([[1] * 40 + [0] * 9]),
+        input_ids=torch.cat([ids, tokens(1, 9, device)], 1),
+        attention_mask=torch.tensor([[1] * 40 + [0] * 9], device=device),
     )
     torch.testing.assert_close(right[:, :40], alone, rtol=1e-4, atol=1e-5)
     if name == "fastattn_bigbird":
         return  # its blocks lie elsewhere behind padding
     left = output(
         model,
-        input_ids=torch.cat([tokens(1, 9), ids], 1),
-        attention_mask=torch.tensor([[0] * 9 + [1] * 40]),
-        position_ids=torch.cat([torch.zeros(1, 9).long(), torch.arange(40)[None]], 1),
+        input_ids=torch.cat([tokens(1, 9, device), ids], 1),
+        attention_mask=torch.tensor([[0] * 9 + [1] * 40], device=device),
+        position_ids=torch.cat([torch.zeros(1, 9).long(), torch.arange(40)[None]], 1).to(device),
     )
     torch.testing.assert_close(left[:, 9:], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_a_decoder_sees_no_future_and_its_cache_computes_what_one_pass_does(make, name):
-    model = make()
+def test_a_decoder_sees_no_future_and_its_cache_computes_what_one_pass_does(make, name, device):
+    model = make().to(device)
     model.set_attn_implementation(name)
-    ids = tokens(2, 30)
+    ids = tokens(2, 30, device)
     with torch.no_grad():
         whole = output(model, input_ids=ids)
-        changed = output(model, input_ids=torch.cat([ids[:, :20], tokens(2, 10)], 1))
+        changed = output(model, input_ids=torch.cat([ids[:, :20], tokens(2, 10, device)], 1))
         torch.testing.assert_close(changed[:, :20], whole[:, :20])
         cache, parts = transformers.DynamicCache(config=model.config), []
         for part in ids.split([11, 1, 7, 1, 10], 1):  # prefill, steps, chunks
@@ -209,11 +215,11 @@ def test_a_decoder_sees_no_future_and_its_cache_computes_what_one_pass_does(make
 
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_generation_with_and_without_a_cache_and_with_padding_agree(make, name):
-    model = make(pad_token_id=0, eos_token_id=49, bos_token_id=1)
+def test_generation_with_and_without_a_cache_and_with_padding_agree(make, name, device):
+    model = make(pad_token_id=0, eos_token_id=49, bos_token_id=1).to(device)
     model.set_attn_implementation(name)
-    ids = tokens(2, 12).clamp(max=48)
-    mask = padded(12, "left")
+    ids = tokens(2, 12, device).clamp(max=48)
+    mask = padded(12, "left", device)
     about = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(ids, attention_mask=mask, use_cache=True, **about)
     plain = model.generate(ids, attention_mask=mask, use_cache=False, **about)
@@ -223,11 +229,11 @@ def test_generation_with_and_without_a_cache_and_with_padding_agree(make, name):
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_an_encoder_and_a_decoder_generate_with_and_without_a_cache(name, monkeypatch):
-    model = bart()
+def test_an_encoder_and_a_decoder_generate_with_and_without_a_cache(name, monkeypatch, device):
+    model = bart().to(device)
     counted = calls(monkeypatch, name)
     model.set_attn_implementation(name)
-    ids, mask = tokens(2, 20), padded(20, "right")
+    ids, mask = tokens(2, 20, device), padded(20, "right", device)
     about = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 1}
     about |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": mask}
     cached = model.generate(ids, use_cache=True, **about)
@@ -249,11 +255,11 @@ def test_a_decoder_is_refused_by_what_has_no_causal_form(name):
         model(input_ids=tokens(2, 20), decoder_input_ids=tokens(2, 20))
 
 
-def test_linformer_across_with_a_slot_for_every_key_is_softmax_attention():
+def test_linformer_across_with_a_slot_for_every_key_is_softmax_attention(device):
     module = torch.nn.Module()
     module.is_causal = False
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 20, 8), torch.randn(2, 4, 20, 8)
-    mask = padded(20, "right").bool()
+    q, k, v = (heads(2, 4, n, device=device) for n in (5, 20, 20))
+    mask = padded(20, "right", device).bool()
     register(linformer={"slots": 20})
     got, _ = ALL_ATTENTION_FUNCTIONS["fastattn_linformer"](module, q, k, v, mask, scaling=0.5)
     want = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], scale=0.5)
@@ -264,11 +270,11 @@ def test_linformer_across_with_a_slot_for_every_key_is_softmax_attention():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_trains_and_each_layer_calls_us(name, monkeypatch):
+def test_a_model_trains_and_each_layer_calls_us(name, monkeypatch, device):
     counted = calls(monkeypatch, name)
-    model = bert().train()
+    model = bert().train().to(device)
     model.set_attn_implementation(name)
-    output(model, input_ids=tokens(2, 40)).square().mean().backward()
+    output(model, input_ids=tokens(2, 40, device)).square().mean().backward()
     assert len(counted) == 2
     for parameter in (p for n, p in model.named_parameters() if "pooler" not in n):
         assert parameter.grad.isfinite().all()
@@ -277,26 +283,26 @@ def test_a_model_trains_and_each_layer_calls_us(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_compiles_as_a_whole_graph(name):
+def test_it_compiles_as_a_whole_graph(name, device, compiler):
     model = llama(num_hidden_layers=1).model if name in CAUSAL else bert(add_pooling_layer=False)
-    model.set_attn_implementation(name)
-    about = {"input_ids": tokens(2, 20), "attention_mask": padded(20, "right"), "use_cache": False}
+    model.to(device).set_attn_implementation(name)
+    about = {"input_ids": tokens(2, 20, device), "attention_mask": padded(20, "right", device)}
     found = []
-    for run in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+    for run in (torch.compile(model, fullgraph=True, backend=compiler), model):
         model.zero_grad()
-        out = run(**about).last_hidden_state
+        out = run(**about, use_cache=False).last_hidden_state
         out.square().mean().backward()
         found.append([out, *(parameter.grad for parameter in model.parameters())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_acts_in_training_alone():
-    model = bert()
+def test_dropout_acts_in_training_alone(device):
+    model = bert().to(device)
     model.config.attention_probs_dropout_prob = 0.5
     for layer in model.encoder.layer:
         layer.attention.self.dropout.p = 0.5
-    ids = tokens(2, 40)
+    ids = tokens(2, 40, device)
     for name in NAMES:
         model.set_attn_implementation(name)
         assert torch.equal(model.eval()(ids)[0], model(ids)[0])
