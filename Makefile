@@ -41,7 +41,7 @@ bench: .venv/bench.stamp
 # The page of all recorded training runs, and their accuracy per root operator.
 results: .venv/lra.stamp
 	$(BIN)/fastattn-lra report benchmarks/results --out docs/results.md
-	$(BIN)/fastattn-lra analyze $$(for run in benchmarks/results/*/lra/*/*/; do echo --run $$run; \
+	$(BIN)/fastattn-lra analyze $$(for run in benchmarks/results/*/lra/listops*/*/; do echo --run $$run; \
 	    done) --out docs/results --what roots
 
 docs: .venv/dev.stamp

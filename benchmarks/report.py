@@ -88,13 +88,13 @@ def faster(entries: list[dict], mine: str, other: str, begin: str, called: str) 
         return ""
     last = max(ratios)
     if first is None:
-        said = f"{begin}{called} is faster at every length up to {last}"
+        said = f"{begin}no faster than {called} up to n = {last}"
     else:
         said = f"{begin}from n = {first} on faster than {called}"
         said += f", {ratios[last]:.1f} times at n = {last}"
-    as_graph, _ = beginning(entries, mine, other, "graph_ms")
-    if as_graph not in (None, first):
-        said += f"; as graphs from n = {as_graph} on"
+    as_graph, timed = beginning(entries, mine, other, "graph_ms")
+    if timed and as_graph != first:
+        said += "; as graphs " + ("at no length" if as_graph is None else f"from n = {as_graph} on")
     return (said if begin else said[0].upper() + said[1:]) + ".\n"
 
 

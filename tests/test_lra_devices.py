@@ -56,15 +56,6 @@ def test_a_gpu_trains_in_16_bits_unless_a_recipe_says_no(bf16, precision, monkey
     assert (options["accelerator"], options["precision"]) == ("gpu", precision)
     with pytest.raises(ValueError, match="devices is 2, but there are 1 GPUs"):
         hardware(SMOKE, 2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert hardware(replace(SMOKE, norm="batch"), 2)["sync_batchnorm"]
-    assert not hardware(SMOKE, 2)["sync_batchnorm"]
-
-
-def test_batch_norm_on_several_devices_needs_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="norm batch on several devices needs GPUs"):
-        hardware(replace(SMOKE, norm="batch"), 2)
 
 
 TOLD = """

@@ -101,10 +101,10 @@ def test_training_compiles_once_for_all_lengths(mixer, positions, quick_compile)
 
 @pytest.mark.slow
 def test_pictures_with_batch_norm_compile(quick_compile):
-    options = {"norm": "batch", "embedding": "numbers", "depth": 1, "max_length": 64}
+    options = {"norm": "batch", "embedding": "numbers", "depth": 1, "max_length": 50}
     model, compiled = (make("long_conv", **options) for _ in range(2))
     compiled.compile_training()
-    tokens, lengths = torch.randint(20, (3, 64)), torch.full((3,), 64)
+    tokens, lengths = torch.randint(20, (3, 50)), torch.full((3,), 50)
     for _ in range(2):
         wanted, got = model(tokens, lengths), compiled(tokens, lengths)
         torch.testing.assert_close(got, wanted)
@@ -171,14 +171,35 @@ def test_batch_norm_is_of_a_channel_over_all_tokens_of_a_batch():
     assert torch.equal(layer(x[:1]), layer(x)[:1])  # not of this batch
 
 
-def test_batch_norm_is_before_the_pooling():
-    model = make("long_conv", norm="batch").eval()
+@pytest.mark.parametrize("pool", ["mean", "cls", "attention:hops=2"])
+def test_batch_norm_is_before_the_pooling(pool):
+    model = make("long_conv", norm="batch", pool=pool).eval()
     tokens, lengths = torch.randint(20, (3, 16)), torch.full((3,), 16)
     seen = []
     model.norm.register_forward_hook(lambda module, given, out: seen.append(out))
     logits = model(tokens, lengths)
-    assert seen[0].shape == (3, 16, 32)
-    torch.testing.assert_close(logits, model.head(seen[0].mean(1)))
+    n = 17 if pool == "cls" else 16
+    assert seen[0].shape == (3, n, 32)
+    pooled = model.pool(seen[0], Padding.of(torch.full((3,), n), n, seen[0].device))
+    torch.testing.assert_close(logits, model.head(pooled))
+
+
+@pytest.mark.gpu
+def test_batch_norm_is_captured_in_graphs_with_its_statistics():
+    options = {"norm": "batch", "embedding": "numbers", "max_length": 64}
+    eager, compiled = (make("gmlp", **options).cuda() for _ in range(2))
+    compiled.compile_training()
+    for _ in range(4):
+        tokens, lengths = torch.randint(20, (8, 64), device="cuda"), torch.full((8,), 64)
+        for model in (eager, compiled):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens, lengths).float().square().sum()
+            loss.backward()
+    for (name, x), y in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert (y.grad - x.grad).abs().max() <= 0.05 * x.grad.abs().max(), name
+    for (name, x), y in zip(eager.named_buffers(), compiled.buffers(), strict=True):
+        torch.testing.assert_close(y, x, rtol=2e-2, atol=2e-2, msg=name)
 
 
 def test_batch_norm_takes_documents_of_one_length():

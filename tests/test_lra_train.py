@@ -155,6 +155,33 @@ def test_batch_norm_goes_on_with_a_resumed_run_and_a_begun_one(tmp_path):
     moved = json.loads((tmp_path / "begun/result.json").read_text())["transfer"]["moved"]
     assert "norm.norm.running_mean" in moved
     assert main(["test", "--run", str(tmp_path / "whole")]) == 0
+    pictured("denoised", "--denoise", "grey", "--max-steps", 5)
+    pictured("tuned", "--from", tmp_path / "denoised", "--max-steps", 1)
+    moved = json.loads((tmp_path / "tuned/result.json").read_text())["transfer"]["moved"]
+    assert "blocks.0.norm_mixer.norm.running_mean" in moved
+    assert "norm.norm.running_mean" not in moved
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--accumulate", "2"], "accumulate and devices must be 1, got 2 and 1"),
+        (["--devices", "2"], "accumulate and devices must be 1, got 1 and 2"),
+        (["--denoise", "multitask"], "would mix the statistics of whole and of corrupted"),
+        ([], "norm batch takes documents of one length, as pictures are: the data has them from"),
+    ],
+)
+def test_batch_norm_that_cannot_be_is_refused_before_anything_is_written(
+    options, message, data, tmp_path, capsys
+):
+    assert fit(data, tmp_path / "run", "--norm", "batch", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_without_norms_takes_any_norm(data, tmp_path):
+    options = ("--norm", "batch", "--accumulate", 2, "--max-steps", 1)
+    assert fit(data, tmp_path / "run", *options, mixer="gru") == 0
 
 
 def test_a_run_that_has_no_checkpoint_yet_is_begun_again(run, data, tmp_path, capsys):

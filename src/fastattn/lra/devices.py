@@ -33,7 +33,8 @@ class DataParallel(DDPStrategy):
 
 class _Ending:
     """Processes say to each other at every step whether they were told to end (SIGTERM), and act on
-    what was said at the last one, which has long arrived: so they agree, and nobody waits."""
+    what was said at the last one: so they agree, and nobody waits for the step that has just
+    been issued."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.told = trainer, False
@@ -74,8 +75,7 @@ def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]
     """Options of Lightning's trainer for so many devices on each of so many hosts.
 
     Raises:
-        ValueError: A number is not positive, the host has fewer GPUs, or the norm is over batches
-            and several devices are no GPUs.
+        ValueError: A number is not positive, or the host has fewer GPUs.
     """
     cuda = torch.cuda.is_available()
     if devices < 1 or nodes < 1:
@@ -83,20 +83,14 @@ def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]
     if cuda and devices > torch.cuda.device_count():
         raise ValueError(f"devices is {devices}, but there are {torch.cuda.device_count()} GPUs")
     together = devices * nodes > 1
-    if together and recipe.norm == "batch" and not cuda:
-        raise ValueError(
-            "norm batch on several devices needs GPUs, as torch's SyncBatchNorm does: take one "
-            "device, or norm layer"
-        )
-    # buffers are alike already: functions of the seed, or SyncBatchNorm's. Gradients travel in
-    # pieces: of torch's size, 25 MB, one would hold those of a whole model here, until the last
+    # buffers are functions of the seed: alike everywhere already. Gradients travel in pieces: of
+    # torch's size, 25 MB, one would hold those of a whole model here, until the last
     several = DataParallel(broadcast_buffers=False, bucket_cap_mb=2) if together else "auto"
     return {
         "accelerator": "gpu" if cuda else "cpu",
         "devices": devices,
         "num_nodes": nodes,
         "strategy": several,
-        "sync_batchnorm": together and recipe.norm == "batch",
         "use_distributed_sampler": False,
         "precision": "bf16-mixed" if cuda and recipe.bf16 else "32-true",
         "accumulate_grad_batches": recipe.accumulate,

@@ -172,7 +172,8 @@ class Encoder(nn.Module):
         """
         if self._compiled is None or not self.training:
             return self._classify(tokens, self._padding(tokens, lengths))
-        tokens = F.pad(tokens, (0, self._rounded(tokens.shape[1]) - tokens.shape[1]))
+        if not self.by_batch:  # whose documents are all of one length
+            tokens = F.pad(tokens, (0, self._rounded(tokens.shape[1]) - tokens.shape[1]))
         return self._compiled(tokens, self._padding(tokens, lengths))
 
     def compile_training(self, *, graphs: bool = True) -> None:
@@ -323,8 +324,11 @@ class Numbers(AsNumbers):
 
 def unused_fields(mixer: str) -> list[str]:
     """Fields of a recipe that say nothing of this network: a body has no blocks."""
-    name = mixers_of(mixer)[0][0]
-    return ["depth", "heads", "ff", "activation", "norm"] if name in BODIES else []
+    name, options = mixers_of(mixer)[0]
+    if name not in BODIES:
+        return []
+    as_numbers = ["embedding"] if options.get("embedding") is False else []
+    return ["depth", "heads", "ff", "activation", *as_numbers, "norm"]
 
 
 def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:

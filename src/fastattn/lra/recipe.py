@@ -149,15 +149,6 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
-        if self.norm == "batch" and self.accumulate > 1:
-            raise ValueError(
-                f"norm batch needs whole batches: accumulate must be 1, got {self.accumulate}"
-            )
-        if self.norm == "batch" and self.denoise and self.classifies:
-            raise ValueError(
-                "norm batch would mix the statistics of whole and of corrupted documents: denoise "
-                "alone, before, or take norm layer"
-            )
         if self.penalty and not self.classifies:
             raise ValueError(
                 f"penalty needs a classification, got {self.penalty} and {self.denoise}"

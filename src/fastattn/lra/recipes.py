@@ -194,8 +194,8 @@ PATHFINDER_LINFORMER = replace(
     ff=256,
 )
 
-# Frozen, as listops-budget: every mixer the same. Ours, at the sizes of document 001's Transformer;
-# with its norm and a table of grey levels none of those that were tried left chance.
+# Frozen, as listops-budget: every mixer the same. Ours, at the sizes of document 001's Transformer,
+# but for its norm and table of grey levels, with which long convolution stays at chance.
 PATHFINDER_BUDGET = Recipe(
     name="pathfinder-budget",
     task="pathfinder",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fastattn.lra import published
 from fastattn.lra.analysis import mean_and_spread
 from fastattn.lra.figures import draw_curves
+from fastattn.lra.recipe import Recipe
 from fastattn.lra.results import Result, labels, read_result, with_origins
 from fastattn.lra.tables import Table, Value, escape, write_text
 from fastattn.lra.tasks import TASKS
@@ -113,6 +114,12 @@ def _section(task: str, results: Sequence[Result], page: Path) -> list[str]:
     return parts
 
 
+def _unusual(result: Result, field: str) -> str | None:
+    """What stands in a field of the recipe, if it is not what recipes have there by themselves."""
+    value = result.content["recipe"].get(field)
+    return None if value == getattr(Recipe, field) else value
+
+
 def summary(results: Sequence[Result]) -> Table:
     """A row a configuration: its seeds, their mean and spread, and everything needed to judge it.
 
@@ -128,6 +135,8 @@ def summary(results: Sequence[Result]) -> Table:
         "reach",
         "begun with",
         "recipe",
+        "norm",
+        "embedding",
         "protocol",
         "data",
         "seeds",
@@ -154,6 +163,7 @@ def summary(results: Sequence[Result]) -> Table:
                 "{} + {}".format(*first.reach) if first.reach else None,
                 first.begun,
                 first.recipe,
+                *(_unusual(first, field) for field in ("norm", "embedding")),
                 first.protocol,
                 first.origin,
                 ", ".join(str(seed) for seed in sorted(result.seed for result in group)),

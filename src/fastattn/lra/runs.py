@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.callbacks.progress import TQDMProgressBar
@@ -99,6 +100,8 @@ def fit(
     recipe = recipe.on(len(splits["train"]), longest)
     trainer_options = hardware(recipe, devices, nodes)
     _check_lengths(longest, recipe, mixer)
+    if recipe.norm == "batch" and "norm" not in unused_fields(mixer):
+        _check_whole_batches(splits, recipe, devices * nodes)
     result = _describe(task, data_dir, splits, recipe, mixer) | {"compiled": compiled}
     if resume:
         before = _read_result(out)
@@ -394,6 +397,27 @@ def _check_lengths(longest: int, recipe: Recipe, mixer: str) -> None:
                 f"{name} is made for {most} tokens, but the data has a sample of {longest}: "
                 f"take {name}:seq_len={longest + in_front}"
             )
+
+
+def _check_whole_batches(splits: Data, recipe: Recipe, devices: int) -> None:
+    """What batch normalisation needs: everything that counts, and nothing else, in one batch."""
+    if recipe.accumulate > 1 or devices > 1:
+        raise ValueError(
+            "norm batch needs whole batches on one device: accumulate and devices must be 1, got "
+            f"{recipe.accumulate} and {devices}; or take norm layer"
+        )
+    if recipe.denoise and recipe.classifies:
+        raise ValueError(
+            "norm batch would mix the statistics of whole and of corrupted documents: denoise "
+            "alone, before, or take norm layer"
+        )
+    lengths = np.concatenate([split.document_lengths for split in splits.values()])
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest < longest:
+        raise ValueError(
+            "norm batch takes documents of one length, as pictures are: the data has them from "
+            f"{shortest} to {longest} tokens; take norm layer"
+        )
 
 
 def _read_result(run: Path) -> dict[str, Any]:

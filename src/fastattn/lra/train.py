@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.lra.analysis import chance_losses
 from fastattn.lra.augmentations import augmentation
 from fastattn.lra.data import Batch, BatchStream, Split, Task
 from fastattn.lra.devices import is_first
@@ -277,7 +278,7 @@ class Classifier(lightning.LightningModule):
         told = any(text.startswith("stuck at chance") for text in self.warnings)
         if told or steps < CHANCE_STEPS or self.global_step < 0.1 * self.recipe.steps:
             return
-        for name, chance in self.task.chance(self.splits["train"]).items():
+        for name, chance in chance_losses(self.splits["train"], self.task.num_classes).items():
             if abs(loss - chance) <= CHANCE:
                 self._warn(
                     f"stuck at chance: at step {self.global_step} of {self.recipe.steps} the "
