@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.callbacks.progress import TQDMProgressBar
@@ -27,9 +26,10 @@ import fastattn
 from fastattn.lra.checkpoints import CheckpointFiles, digest, read_checkpoint
 from fastattn.lra.data import Data, Task
 from fastattn.lra.devices import hardware, is_first
-from fastattn.lra.encoder import mixers_of, reach, unused_fields
+from fastattn.lra.encoder import reach, unused_fields
 from fastattn.lra.protocols import DEFAULT, protocol_of
 from fastattn.lra.recipes import SOURCES, Recipe
+from fastattn.lra.requirements import check_lengths, check_whole_batches
 from fastattn.lra.tasks import TASKS
 from fastattn.lra.train import Classifier, check_vocabulary
 from fastattn.lra.transfer import begin_with, summary
@@ -99,9 +99,9 @@ def fit(
     longest = max(int(split.lengths.max()) for split in splits.values())
     recipe = recipe.on(len(splits["train"]), longest)
     trainer_options = hardware(recipe, devices, nodes)
-    _check_lengths(longest, recipe, mixer)
+    check_lengths(longest, recipe, mixer)
     if recipe.norm == "batch" and "norm" not in unused_fields(mixer):
-        _check_whole_batches(splits, recipe, devices * nodes)
+        check_whole_batches(splits, recipe, devices * nodes)
     result = _describe(task, data_dir, splits, recipe, mixer) | {"compiled": compiled}
     if resume:
         before = _read_result(out)
@@ -379,45 +379,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _check_lengths(longest: int, recipe: Recipe, mixer: str) -> None:
-    assert recipe.max_length is not None
-    if recipe.positions_for(mixer) == "learned" and longest > recipe.max_length:
-        raise ValueError(
-            f"learned positions end at {recipe.max_length}, but the data has a sample of "
-            f"{longest} tokens: take sinusoidal positions"
-        )
-    in_front = int(recipe.pool_for(mixer) == "cls")
-    for name, options in mixers_of(mixer):
-        most = options.get("seq_len", recipe.max_length + in_front)
-        limited = name in ("linformer", "gmlp") and not options.get("interpolate")
-        if limited and isinstance(most, int) and longest + in_front > most:
-            raise ValueError(
-                f"{name} is made for {most} tokens, but the data has a sample of {longest}: "
-                f"take {name}:seq_len={longest + in_front}"
-            )
-
-
-def _check_whole_batches(splits: Data, recipe: Recipe, devices: int) -> None:
-    """What batch normalisation needs: everything that counts, and nothing else, in one batch."""
-    if recipe.accumulate > 1 or devices > 1:
-        raise ValueError(
-            "norm batch needs whole batches on one device: accumulate and devices must be 1, got "
-            f"{recipe.accumulate} and {devices}; or take norm layer"
-        )
-    if recipe.denoise and recipe.classifies:
-        raise ValueError(
-            "norm batch would mix the statistics of whole and of corrupted documents: denoise "
-            "alone, before, or take norm layer"
-        )
-    lengths = np.concatenate([split.document_lengths for split in splits.values()])
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    if shortest < longest:
-        raise ValueError(
-            "norm batch takes documents of one length, as pictures are: the data has them from "
-            f"{shortest} to {longest} tokens; take norm layer"
-        )
 
 
 def _read_result(run: Path) -> dict[str, Any]:
