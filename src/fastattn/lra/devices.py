@@ -82,10 +82,10 @@ def hardware(recipe: Recipe, devices: int = 1, nodes: int = 1) -> dict[str, Any]
         raise ValueError(f"devices and nodes must be at least 1, got {devices} and {nodes}")
     if cuda and devices > torch.cuda.device_count():
         raise ValueError(f"devices is {devices}, but there are {torch.cuda.device_count()} GPUs")
-    together = devices * nodes > 1
     # buffers are functions of the seed: alike everywhere already. Gradients travel in pieces: of
     # torch's size, 25 MB, one would hold those of a whole model here, until the last
-    several = DataParallel(broadcast_buffers=False, bucket_cap_mb=2) if together else "auto"
+    alone = devices * nodes == 1
+    several = "auto" if alone else DataParallel(broadcast_buffers=False, bucket_cap_mb=2)
     return {
         "accelerator": "gpu" if cuda else "cpu",
         "devices": devices,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastattn.lra.data import GREYS, Task
 from fastattn.lra.denoise import PREDICTIONS
+from fastattn.lra.embeddings import EMBEDDINGS, AsNumbers, Numbers
 from fastattn.lra.mixers import BODIES, MIXERS, Sizes, make_body, make_mixer, mixers_of
 from fastattn.lra.norms import NORMS
 from fastattn.lra.padding import Padding
@@ -34,7 +35,6 @@ __all__ = [
 
 LENGTHS_APART = 64  # of batches that are compiled
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
-EMBEDDINGS = ("table", "numbers")
 
 
 class Encoder(nn.Module):
@@ -297,29 +297,6 @@ class Block(nn.Module):
             y = self.mixer(y, padding)
         x = x + self.dropout(y)
         return x if self.ff is None else x + self.dropout(self.ff(self.norm_ff(x)))
-
-
-class AsNumbers(nn.Module):
-    """Ids 0 to vocabulary_size - 1 as one number each, from 0 to 1: ``(b, n)`` to ``(b, n, 1)``."""
-
-    def __init__(self, vocabulary_size: int) -> None:
-        super().__init__()
-        self.largest = vocabulary_size - 1
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return (tokens / self.largest).unsqueeze(-1)
-
-
-class Numbers(AsNumbers):
-    """The same times a vector, plus a vector: ``(b, n)`` to ``(b, n, width)``, in their dtype."""
-
-    def __init__(self, vocabulary_size: int, width: int) -> None:
-        super().__init__(vocabulary_size)
-        self.weight = nn.Parameter(torch.randn(width))
-        self.bias = nn.Parameter(torch.randn(width))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return torch.addcmul(self.bias, super().forward(tokens).to(self.bias.dtype), self.weight)
 
 
 def unused_fields(mixer: str) -> list[str]:
