@@ -193,13 +193,14 @@ def test_batch_norm_is_captured_in_graphs_with_its_statistics():
         tokens, lengths = torch.randint(20, (8, 64), device="cuda"), torch.full((8,), 64)
         for model in (eager, compiled):
             model.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(tokens, lengths).float().square().sum()
-            loss.backward()
+            model(tokens, lengths).square().sum().backward()
+    # a shift of all tokens is what the norms take away: its gradient is rounding alone
+    largest = max(x.grad.abs().max() for x in eager.parameters())
     for (name, x), y in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-        assert (y.grad - x.grad).abs().max() <= 0.05 * x.grad.abs().max(), name
+        scale = max(x.grad.abs().max(), 1e-2 * largest)
+        assert (y.grad - x.grad).abs().max() <= 1e-3 * scale, name
     for (name, x), y in zip(eager.named_buffers(), compiled.buffers(), strict=True):
-        torch.testing.assert_close(y, x, rtol=2e-2, atol=2e-2, msg=name)
+        torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_batch_norm_takes_documents_of_one_length():
