@@ -110,30 +110,49 @@ def beginning(
 
 
 def plot(entries: list[dict], path: Path, x: str = "n") -> None:
-    """Time, memory and error against n, or what else x says, one line a rival."""
+    """Time, memory and error, of which there is something: against n, or what else x says, one line
+    a rival; at one n, one bar a rival."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    for axes, key, label in zip(
-        panels, ("ms", "peak_mib", "error"), ("ms", "peak MiB", "relative error"), strict=True
-    ):
-        for rival in dict.fromkeys(e["rival"] for e in entries):
-            points = sorted(
-                (e[x], e[key]) for e in entries if e["rival"] == rival and e[key] is not None
-            )
-            if points:
-                width = 2.5 if rival == OURS else 1.2
-                axes.plot(*zip(*points, strict=True), marker="o", ms=3, lw=width, label=rival)
-        if axes.lines:
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-        axes.set(xlabel=x, ylabel=label)
-    panels[0].legend(fontsize=8)
+    labels = {"ms": "ms", "peak_mib": "peak MiB", "error": "relative error"}
+    labels = {k: v for k, v in labels.items() if any(e[k] is not None for e in entries)}
+    size = (13 / 3 * len(labels), 3.6)
+    figure, panels = plt.subplots(1, len(labels), figsize=size, layout="constrained", squeeze=False)
+    for axes, (key, label) in zip(panels[0], labels.items(), strict=True):
+        given = [e for e in entries if e[key] is not None]
+        (bars if one_length(entries, x) else lines)(axes, given, key, label, x)
+    if not one_length(entries, x):
+        panels[0, 0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def one_length(entries: list[dict], x: str) -> bool:
+    return len({said(e[x]) for e in entries}) == 1
+
+
+def lines(axes, entries: list[dict], key: str, label: str, x: str) -> None:
+    for rival in dict.fromkeys(e["rival"] for e in entries):
+        points = sorted((e[x], e[key]) for e in entries if e["rival"] == rival)
+        width = 2.5 if rival == OURS else 1.2
+        axes.plot(*zip(*points, strict=True), marker="o", ms=3, lw=width, label=rival)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel=x, ylabel=label)
+
+
+def bars(axes, entries: list[dict], key: str, label: str, x: str) -> None:
+    entries = sorted(entries, key=lambda e: -e["ms"])
+    drawn = axes.barh([e["rival"] for e in entries], [e[key] for e in entries])
+    numbers = [f"{e[key]:.3g}" if e[key] < 100 else f"{e[key]:.0f}" for e in entries]
+    axes.bar_label(drawn, numbers, padding=2, fontsize=8)
+    axes.set(xlabel=f"{label}, {x} = {said(entries[0][x])}", xscale="log")
+    axes.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.margins(x=0.15)
 
 
 def page(found: dict[str, list[dict]], pictures: Path) -> str:
@@ -141,8 +160,12 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
     parts = [HEAD]
     for device, entries in sorted(found.items()):
         parts.append(f"## {device}\n")
-        versions = entries[-1]["machine"]
         names = ("fastattn", "torch", "triton", "flash-linear-attention")
+        versions = entries[-1]["machine"]
+        with_rival = [e["machine"] for e in entries if e["machine"].get(names[-1])]
+        versions = (
+            with_rival[-1] | {k: v for k, v in versions.items() if v} if with_rival else versions
+        )
         with_versions = [f"{name} {versions.get(name)}" for name in names if versions.get(name)]
         pinned = ", pinned to one core" if versions.get("cores") == 1 else ""
         about = f"{', '.join(with_versions)}, seed {versions.get('seed')}, {entries[-1]['date']}"
@@ -160,12 +183,14 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
             features = f", m = {e['m']}" if x == "n" and "m" in e else ""
             parts.append(f"### {op} against {x}, {direction}{shape}{features}, {e['dtype']}\n")
             against = "" if x == "n" else f" against {x}"
-            name = f"{device} {op}{against} {direction}".lower().replace(" ", "-").replace("+", "-")
+            name = f"{device} {op}{against} {direction}".lower().replace(",", "")
+            name = name.replace(" ", "-").replace("+", "-")
             if x != "shape":  # which has no order
                 pictures.mkdir(parents=True, exist_ok=True)
                 plot(group, pictures / f"{name}.png", x)
                 parts.append(f"![time, memory and error against {x}](benchmarks/{name}.png)\n")
-            parts += [crossover(group) if x == "n" else "", table(group, x) + "\n"]
+            compared = x == "n" and not one_length(group, x)
+            parts += [crossover(group) if compared else "", table(group, x) + "\n"]
     return "\n".join(parts)
 
 
