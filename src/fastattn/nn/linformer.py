@@ -390,17 +390,21 @@ class LinformerAttention(MultiHead):
 
     def _compress_heads(self, k: Tensor, v: Tensor, about: _Keys) -> tuple[Tensor, Tensor]:
         """Heads of tokens to heads of slots; what ``_extend`` has added stays behind them."""
-        s, of_key, of_value, ignored = k.shape[2] - about.extra, about.of_key, about.of_value, None
-        tokens, extra = (k[:, :, :s], v[:, :, :s]), (k[:, :, s:], v[:, :, s:])
+        of_key, of_value, ignored = about.of_key, about.of_value, None
+        extra: tuple[Tensor, ...] = ()
+        tokens: tuple[Tensor, ...] = (k, v)
+        if about.extra:
+            s = k.shape[2] - about.extra
+            tokens, extra = (k[:, :, :s], v[:, :, :s]), (k[:, :, s:], v[:, :, s:])
         if about.ignored is not None:
             ignored = about.ignored[:, None, :, None]
         if of_key is None or of_value is None:
             slots = tuple(self._largest(x, ignored) for x in tokens)
         else:
             if ignored is not None:
-                tokens = tokens[0].masked_fill(ignored, 0), tokens[1].masked_fill(ignored, 0)
-            slots = of_both_heads(*tokens, of_key, of_value, self.backend)
-        if about.extra:
+                tokens = tuple(x.masked_fill(ignored, 0) for x in tokens)
+            slots = of_both_heads(tokens[0], tokens[1], of_key, of_value, self.backend)
+        if extra:
             slots = tuple(torch.cat(parts, 2) for parts in zip(slots, extra, strict=True))
         return slots[0], slots[1]
 
