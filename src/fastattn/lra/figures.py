@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 History = Sequence[Mapping[str, float]]
 _STYLES = ("-", "--", ":", "-.")
+CHARACTERS, LINE = 14, 0.2  # of a legend: characters an inch, and inches a line
 
 
 def draw_curves(path: Path, runs: Mapping[str, History], floors: Mapping[str, float]) -> None:
@@ -193,9 +194,13 @@ def _mark_floors(axes: Axes, floors: Mapping[str, float]) -> None:
 
 
 def _save(figure: Figure, axes: Axes, path: Path) -> None:
-    """With the legend of one panel, which is that of all, beside them."""
+    """With the legend of one panel, which is that of all, below them in as many columns as fit."""
     handles, names = axes.get_legend_handles_labels()
     if names:
-        figure.legend(handles, names, loc="outside right upper", fontsize="small")
+        width, height = figure.get_size_inches()
+        longest = max(map(len, names)) + 8  # and the line before it
+        columns = max(1, min(len(names), int(width * CHARACTERS) // longest))
+        figure.set_size_inches(width, height + LINE * -(-len(names) // columns))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, format="png")
