@@ -228,8 +228,9 @@ def test_an_error_of_the_gpu_is_no_lack_of_memory():
 
 
 def test_labels_say_what_differs():
-    found = labels([read_result(path) for path in COMMITTED])
-    assert len(set(found)) == len(COMMITTED)
+    assert len(set(labels([read_result(path) for path in COMMITTED]))) == len(COMMITTED)
+    first = [path for path in COMMITTED if path.parts[-2] in ("listops-budget", "listops-mini")]
+    found = labels([read_result(path) for path in first])
     assert {"softmax", "linear, NVIDIA H200", "bigbird:num_random_blocks=4"} <= set(found)
 
 
