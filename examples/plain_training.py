@@ -2,7 +2,8 @@
 
     python examples/plain_training.py DATA_DIR [MIXER] [RECIPE]
 
-Left out: additional sets, falling on plateaus, denoising, stopping early, files, several devices.
+Left out: additional sets, falling on plateaus, the penalty of attention pooling, redrawing random
+features, denoising, stopping early, files, several devices, compiling.
 """
 
 import sys

@@ -53,6 +53,17 @@ def test_a_file_is_short_and_says_what_it_is(path):
         assert ast.get_docstring(ast.parse(text))
 
 
+def test_the_trainer_is_the_module_of_lightning_and_its_data_in_under_500_lines():
+    """``python -m fastattn.lra.train`` is the command; the files of a run are runs.py's."""
+    text = (SOURCE / "lra/train.py").read_text()
+    assert len(text.splitlines()) < 500
+    (trainer,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    assert [ast.unparse(base) for base in trainer.bases] == ["lightning.LightningModule"]
+    methods = {node.name for node in trainer.body if isinstance(node, ast.FunctionDef)}
+    assert {"train_dataloader", "training_step", "configure_optimizers"} <= methods
+    assert "lra.cli" in imports(SOURCE / "lra/train.py")
+
+
 def test_lra_imports_only_public_names_and_the_native_part():
     for path in (SOURCE / "lra").rglob("*.py"):
         for name in imports(path):
@@ -115,7 +126,7 @@ def test_every_public_callable_is_documented_with_what_it_raises():
 def test_importing_starts_nothing_and_needs_neither_triton_nor_lightning():
     program = """
 import sys
-for name in ("triton", "lightning", "matplotlib"):
+for name in ("triton", "lightning", "matplotlib", "tensorflow", "jax"):
     sys.modules[name] = None  # importing it raises
 import torch
 state = torch.get_rng_state()

@@ -1,6 +1,7 @@
 """Analyses: pure functions on cases made by hand, and the command on runs of a few steps."""
 
 import csv
+import itertools
 import json
 import math
 import shutil
@@ -81,7 +82,8 @@ def pictures(monkeypatch):
     drawn = []
 
     def save(figure, axes, path):
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
         drawn.append(figure)
 
     monkeypatch.setattr(figures, "_save", save)
@@ -247,7 +249,7 @@ def test_everything_that_applies_is_written(run, tmp_path, capsys):
         assert "memory: does not apply: memory is not measured on a CPU" in printed
     assert {path.stem for path in tmp_path.glob("*.md")} == names
     assert {path.stem for path in tmp_path.glob("*.csv")} == names
-    assert {path.stem for path in tmp_path.glob("*.png")} == names - {"speed"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == names
     for path in tmp_path.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
     for path in tmp_path.glob("*.md"):
@@ -325,6 +327,8 @@ def test_a_gradient_shows_the_whole_reach_and_no_more(run, tmp_path, mixer, pool
     other = edited(run, tmp_path / "run", mixer=mixer, positions="none", recipe=recipe)
     assert analyze(tmp_path / "out", other, what="reach") == 0
     (row,) = rows(tmp_path / "out/reach.csv")
+    assert (tmp_path / "out/reach.png").read_bytes().startswith(b"\x89PNG")
+    assert "](reach.png)" in (tmp_path / "out/reach.md").read_text()
     for side in ("before", "after"):
         assert row[side] == row[f"measured {side}"]
     assert row["tokens"] == row["measured tokens"]
@@ -442,29 +446,119 @@ def test_memory_and_speed_are_measured_on_a_gpu(run, tmp_path):
     assert float(speed["measured peak, MiB"]) > 0
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_row_has_its_name_and_value_whatever_their_number(tmp_path, pictures, count):
+    names = [f"mixer {i}, $\\frac$, begun with {i * 'long ' * 3}" for i in range(count)]
+    values = [None, *(float(i) for i in range(1, count))]
+    figures.draw_rows(tmp_path, names, {"step, ms": values, "parameters": [5] * count})
+    reaches = {name: (i, 10**i) for i, name in enumerate(names[:5])}
+    figures.draw_intervals(tmp_path, reaches, reaches, x="tokens")
+    steps, sizes = pictures[0].axes
+    (tokens,) = pictures[1].axes
+    shown = [text.get_text() for text in steps.texts]
+    assert shown == ["–", *(f"{i}.00" for i in range(1, count))]
+    assert [bar.get_width() for bar in sizes.patches] == [5] * count
+    assert [text.get_text() for text in tokens.texts] == [
+        f"{before} + {after}" for before, after in reaches.values()
+    ]
+    for figure in pictures:
+        figure.draw_without_rendering()  # a name is no formula
+        axes = figure.axes[0]
+        found = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
+        assert found == [name.strip() for name in names[: len(found)]]
+        edges = [label.get_window_extent() for label in axes.get_yticklabels()]
+        assert all(above.y0 >= below.y1 for above, below in itertools.pairwise(edges))
+
+
+def test_bars_of_twenty_runs_differ(tmp_path, pictures):
+    figures.draw_bars(tmp_path, ["a"], {str(i): [1.0] for i in range(20)}, y="%")
+    looks = {(bar.get_facecolor(), bar.get_hatch()) for bar in pictures[0].axes[0].patches}
+    assert len(looks) == 20
+
+
+def test_a_name_in_a_legend_is_no_formula(tmp_path):
+    figures.draw_bars(tmp_path / "a.png", ["a"], {"runs/$\\frac$": [1.0]}, y="%")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def whole(run, out, **changes):
+    """The run as one that has made all its steps."""
+    result = json.loads((run / "result.json").read_text())
+    return edited(run, out, fit=result["fit"] | {"finished": True}, **changes)
+
+
 def test_speed_has_the_accuracy_and_time_that_are_recorded(run, tmp_path):
-    assert analyze(tmp_path, run, what="speed", options=("--steps", 1)) == 0
-    (row,) = rows(tmp_path / "speed.csv")
+    finished = whole(run, tmp_path / "run")
+    assert analyze(tmp_path / "out", finished, what="speed", options=("--steps", 1)) == 0
+    (row,) = rows(tmp_path / "out/speed.csv")
     result = json.loads((run / "result.json").read_text())
     assert float(row["test accuracy, %"]) == 100 * result["test"]["accuracy"]
     assert float(row["training, s"]) == result["fit"]["seconds"]
     assert int(row["stopped at step"]) == 5
-    assert "the measured step is not that of the run" not in (tmp_path / "speed.md").read_text()
+    text = (tmp_path / "out/speed.md").read_text()
+    assert "the measured step is not that of the run" not in text
+    assert "finished run's" not in text
+
+
+def test_speed_has_no_end_of_a_run_that_was_cut_or_is_unfinished(run, tmp_path):
+    recipe = json.loads((run / "result.json").read_text())["recipe"] | {"stop_at": None}
+    paths = {
+        "whole": whole(run, tmp_path / "whole"),
+        "cut": run,
+        "killed": edited(run, tmp_path / "killed", recipe=recipe),
+    }
+    runs = {name: read_result(path) for name, path in paths.items()}
+    found = model_analyses.speed(runs, Options(steps=1))
+    columns = [found.table.columns.index(name) for name in ("training, s", "stopped at step")]
+    ends = {row[0]: [row[i] for i in columns] for row in found.table.rows}
+    assert ends == {
+        "whole": [runs["whole"].seconds, 5],
+        "cut": [None, None],
+        "killed": [None, None],
+    }
+    told = "its time of training and last step are no finished run's"
+    assert found.notes.lines() == [f"cut at step 5: {told} (cut)", f"unfinished: {told} (killed)"]
+
+
+def test_bars_of_speed_are_the_step_as_measured_or_else_as_recorded(run, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        model_analyses, "draw_rows", lambda path, names, bars: drawn.update(names=names, **bars)
+    )
+    monkeypatch.setattr(model_analyses, "_here", lambda: "here")
+    found = model_analyses.speed({"run": read_result(run)}, Options(steps=1))
+    found.draw(tmp_path)
+    row = dict(zip(found.table.columns, found.table.rows[0], strict=True))
+    assert drawn == {
+        "names": ["run"],
+        "measured step, ms\nbatch 1, here": [row["measured step, ms"]],
+        "parameters": [row["parameters"]],
+    }
+    drawn.clear()
+    committed = {path.name: read_result(path) for path in COMMITTED[:3]}
+    found = model_analyses.speed(committed, Options(steps=1))
+    found.draw(tmp_path)
+    assert list(drawn) == ["names", "recorded step, ms\nbatch 64, different devices", "parameters"]
+    assert all(drawn["recorded step, ms\nbatch 64, different devices"])
 
 
 def test_speed_says_where_it_times_another_step_than_the_run_had(run, tmp_path):
     result = json.loads((run / "result.json").read_text())
     recipe = result["recipe"]
     denoise = {"share": 0.3, "random": 0.3, "predict": "tokens", "weight": 1.0, "alone": False}
+    finished = result["fit"] | {"finished": True}
     changed = {
         "which also denoises": {"recipe": recipe | {"denoise": denoise}},
         "which only denoises": {"recipe": recipe | {"denoise": denoise | {"alone": True}}},
         "which has a penalty": {"recipe": recipe | {"penalty": 0.1, "pool": "attention:hops=2"}},
         "which is compiled": {"compiled": True},
         "which takes a batch in 2 shares": {"recipe": recipe | {"accumulate": 2}},
-        "which is on 4 devices": {"fit": result["fit"] | {"devices": 4}},
+        "which is on 4 devices": {"fit": finished | {"devices": 4}},
     }
-    runs = {why: read_result(edited(run, tmp_path / why, **x)) for why, x in changed.items()}
+    runs = {
+        why: read_result(edited(run, tmp_path / why, **{"fit": finished} | x))
+        for why, x in changed.items()
+    }
     found = model_analyses.speed(runs, Options(steps=1))
     assert found.notes.lines() == [
         f"the measured step is not that of the run, {why} ({why})" for why in changed

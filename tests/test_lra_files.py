@@ -14,6 +14,7 @@ from fastattn.lra.archives import unpack
 from fastattn.lra.cli import main
 from fastattn.lra.protocols import DEFAULT, PROTOCOLS, protocol_of
 from fastattn.lra.tasks import TASKS
+from fastattn.lra.tasks.pathfinder_files import SETS
 
 
 def write_tar(path, *members, mode="w:gz"):
@@ -104,6 +105,20 @@ def test_a_tar_that_was_cut_off_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_old_python_unpacks_zips_and_says_why_not_tars(tmp_path, monkeypatch):
+    # 3.10 before .12, and 3.11 before .4
+    monkeypatch.delattr(tarfile, "data_filter")
+    monkeypatch.delattr(tarfile, "FilterError")
+    unpack(write_zip(tmp_path / "a.zip", "a"), tmp_path / "zip")
+    assert (tmp_path / "zip/a").exists()
+    with pytest.raises(ValueError, match=r"cannot keep members inside.* 3\.10\.12, 3\.11\.4 and"):
+        unpack(write_tar(tmp_path / "a.tar.gz", "a"), tmp_path / "tar")
+    (tmp_path / "b.zip").write_bytes(b"PK\x03\x04 half")
+    with pytest.raises(ValueError, match="is damaged or cut off"):
+        unpack(tmp_path / "b.zip", tmp_path / "tar")
+    assert not (tmp_path / "tar").exists()
+
+
 def test_the_command_unpacks_and_writes_over_nothing(tmp_path, capsys):
     archive = write_tar(tmp_path / "lra_release.gz", "lra_release/x")
     command = ["unpack", str(archive), "--out", str(tmp_path / "out")]
@@ -132,6 +147,28 @@ def test_a_directory_at_any_depth_is_found(tmp_path, where):
     (folder / "a.tsv").touch()
     assert files.locate(tmp_path, "tsv_data", ["a.tsv"]) == folder
     assert files.locate(folder, "tsv_data", ["a.tsv"]) == folder
+
+
+@pytest.mark.parametrize(
+    ("task", "part", "message"),
+    [
+        ("listops", "basic_val.tsv", r"has basic_val\.tsv but lacks basic_train\.tsv, basic_test"),
+        ("text", "train/pos/0_7.txt", "holds reviews but lacks train/neg, test/neg, test/pos"),
+        ("text", "imdb_test.tsv", "holds reviews but lacks train"),
+        ("retrieval", "tsv_data/new_aan_pairs.test.tsv", r"lacks new_aan_pairs\.train\.tsv"),
+        ("image", "cifar-10-batches-bin/test_batch.bin", r"lacks data_batch_1\.bin"),
+        ("pathfinder", f"pathfinder64/{SETS['easy']}/imgs/0/sample_0.png", "one of imgs and meta"),
+        ("pathx", f"pathfinder128/{SETS['hard']}/metadata/0.npy", "one of imgs and metadata"),
+    ],
+)
+def test_part_of_a_task_is_not_the_same_as_none_of_it(tmp_path, task, part, message):
+    with pytest.raises(files.NotHereError):
+        TASKS[task].find(tmp_path)
+    (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / part).touch()
+    with pytest.raises(ValueError, match=message) as error:
+        TASKS[task].find(tmp_path)
+    assert not isinstance(error.value, files.NotHereError)
 
 
 def interrupted(out):

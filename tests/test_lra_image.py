@@ -10,8 +10,10 @@ import pickle
 import numpy as np
 import pytest
 from PIL import Image as Pillow
+from test_pictures import PICKLES
 
 from fastattn.lra.data import collate
+from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.tasks import stand_in_images
 from fastattn.lra.tasks.image import IMAGE, grey
 
@@ -23,13 +25,13 @@ def pictures(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 256, (n, 3072)).astype(np.uint8), np.arange(n) % 10
 
 
-def write_pickles(root, protocol=2, n=20):
+def write_pickles(root, write=pickle.dumps, n=20):
     root.mkdir(parents=True, exist_ok=True)
     for i, name in enumerate(NAMES):
         data, labels = pictures(n, i)
         batch = {b"batch_label": b"a batch", b"labels": labels.tolist(), b"data": data}
         batch[b"filenames"] = [b"x.png"] * n
-        (root / name).write_bytes(pickle.dumps(batch, protocol))
+        (root / name).write_bytes(write(batch))
     return root
 
 
@@ -46,9 +48,9 @@ def fingerprints(data):
     return {name: split.fingerprint() for name, split in data.items()}
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_pickled_and_binary_batches_are_the_same_data(tmp_path, protocol):
-    write_pickles(tmp_path / "py/cifar-10-batches-py", protocol)
+@pytest.mark.parametrize("write", PICKLES.values(), ids=PICKLES)
+def test_pickled_and_binary_batches_are_the_same_data(tmp_path, write):
+    write_pickles(tmp_path / "py/cifar-10-batches-py", write)
     write_binary(tmp_path / "bin/cifar-10-batches-bin")
     one, other = IMAGE.load(tmp_path / "py"), IMAGE.load(tmp_path / "bin")
     assert fingerprints(one) == fingerprints(other)
@@ -58,6 +60,18 @@ def test_pickled_and_binary_batches_are_the_same_data(tmp_path, protocol):
     assert "train has 100, not 50000; test has 20, not 10000" in one.record["notes"][0]
     last = pictures(20, 4)[0][10:]
     assert one["val"].sample(0).tolist() == grey(last[:1])[0].tolist()
+
+
+def test_an_id_is_a_grey_level_for_good():
+    assert IMAGE.vocabulary.ids["grey 200"] == 200
+    assert IMAGE.vocabulary.hash == "d39f98df658f3a36"
+
+
+def test_a_grey_level_is_rounded_and_lra2020_says_that_its_source_cuts_off():
+    faint = np.zeros((1, 3072), np.uint8)
+    faint[0, 0] = 2  # of red: 0.598
+    assert grey(faint)[0, 0] == 1
+    assert "grey levels are rounded" in PROTOCOLS["lra2020"].differs
 
 
 def test_grey_is_what_pillow_makes():

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from fastattn.lra.data import BatchStream
+from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.tasks import pathfinder_files
 from fastattn.lra.tasks.pathfinder import PATHFINDER, PATHX
 from fastattn.lra.tasks.pathfinder_files import SETS
@@ -159,6 +160,32 @@ def test_a_set_that_is_not_there_is_named_with_those_that_are(tmp_path):
 # Protocols
 
 
+@pytest.mark.parametrize(("difficulty", "contour"), [("easy", "6"), ("intermediate", "9")])
+def test_path_x_has_the_easier_sets_as_well(tmp_path, difficulty, contour):
+    PATHFINDER.generate(tmp_path, n=20, size=128, difficulty=difficulty)
+    with pytest.raises(ValueError, match=rf"it has {difficulty}: a protocol for one set is"):
+        PATHX.load(tmp_path)
+    data = PATHX.load(tmp_path, difficulty)
+    assert sizes(data) == [16, 2, 2]
+    assert data["test"].lengths.tolist() == [16384] * 2
+    known = {"protocol": difficulty, "difficulty": difficulty, "size": 128, "generated": True}
+    assert data.record.items() >= known.items()
+    assert data.record["generator"]["difficulty"] == difficulty
+    metadata = tmp_path / "pathfinder128" / SETS[difficulty] / "metadata/0.npy"
+    assert metadata.read_text().split()[5] == contour
+
+
+def test_path_x_of_the_dial_is_read_as_the_hard_set(tmp_path):
+    PATHX.generate(tmp_path, n=10, ease=0.5)
+    record = PATHX.load(tmp_path).record
+    assert (record["difficulty"], record["generator"]["ease"]) == ("hard", 0.5)
+
+
+@pytest.mark.parametrize("protocol", sorted(PROTOCOLS.keys() - {"easy", "intermediate"}))
+def test_path_x_is_the_hard_set_under_every_other_protocol(protocol):
+    assert PATHX.sets(PROTOCOLS[protocol]) == ("hard",)
+
+
 def test_slides_reads_the_easy_set_in_70_15_15(tmp_path):
     write_set(tmp_path / "pathfinder32" / SETS["easy"], files=4)
     data = PATHFINDER.load(tmp_path, "slides")
@@ -175,6 +202,16 @@ def test_locality_trains_on_three_sets_and_tests_on_the_hard_one(tmp_path):
     assert data["test"].fingerprint() == hard["test"].fingerprint()
     assert data["train"].slice(80, 120).fingerprint() == hard["train"].fingerprint()
     assert data.record["difficulty"] == "easy + intermediate + hard"
+    assert not [note for note in data.record["notes"] if note.startswith("trained on")]
+
+
+def test_locality_says_where_an_easier_set_has_too_few_images(tmp_path):
+    for name, files in zip(SETS.values(), (1, 2, 2), strict=True):
+        write_set(tmp_path / "pathfinder32" / name, files=files)
+    data = PATHFINDER.load(tmp_path, "locality")
+    assert sizes(data) == [25 + 40 + 40, 5, 5]
+    (note,) = [note for note in data.record["notes"] if note.startswith("trained on")]
+    assert note == "trained on all 25 images of curv_baseline, not on 40: it has no more"
 
 
 # The cache

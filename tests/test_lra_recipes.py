@@ -5,14 +5,16 @@ import runpy
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from fastattn.lra import runs, train
+from fastattn.lra.cli import main
 from fastattn.lra.data import Split
-from fastattn.lra.encoder import ACTIVATIONS, NORMS, encoder_for, unused_fields
+from fastattn.lra.encoder import ACTIVATIONS, NORMS, encoder_for
 from fastattn.lra.mixers import BODIES
 from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.recipes import (
@@ -85,15 +87,73 @@ def test_a_network_that_is_no_stack_of_blocks_says_what_is_not_used(data, tmp_pa
         for name, recipe in (("a", SMOKE), ("b", other))
     ]
     assert count[0]["parameters"] == count[1]["parameters"]
-    assert count[0]["unused"] == ["depth", "heads", "ff", "activation", "norm"]
-    assert "embedding" in unused_fields("gru:embedding=false")
+    never = ["min_delta", "plateau_patience"]
+    assert count[0]["unused"] == ["depth", "heads", "ff", "activation", "norm", *never]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "changes", "unused"),
+    [
+        ("linear", {}, ["min_delta", "plateau_patience"]),
+        ("gru:embedding=false", {"patience": 1},
+         ["depth", "heads", "ff", "activation", "embedding", "norm", "plateau_patience"]),
+        ("long_conv", {"patience": 1}, ["heads", "plateau_patience"]),
+        ("gmlp conv", {"patience": 1}, ["heads", "plateau_patience"]),
+        ("long_conv linear", {"patience": 1}, ["plateau_patience"]),
+        ("gmlp", {"patience": 1, "ff": 0}, ["heads", "activation", "plateau_patience"]),
+        ("conv", {"patience": 1, "ff": 0}, ["heads", "plateau_patience"]),  # has one of its own
+        ("softmax", {"phases": (Phase(steps=20, batch_size=1, lr=1.0, decay="plateau"),)},
+         ["min_delta"]),
+    ],
+)  # fmt: skip
+def test_what_a_run_does_not_use_is_listed_and_changes_nothing(mixer, changes, unused):
+    recipe = replace(SMOKE, max_length=40, **changes)
+    assert recipe.unused_for(mixer) == unused
+    others = {"depth": 4, "heads": 4, "ff": 99, "activation": "gelu", "embedding": "numbers"}
+    others["norm"] = "batch"
+    task = TASKS["image"]
+    for field, other in others.items():
+        with torch.device("meta"):
+            models = [encoder_for(task, x, mixer)
+                      for x in (recipe, replace(recipe, **{field: other}))]  # fmt: skip
+        alike = repr(models[0]) == repr(models[1]) and heads(models[0]) == heads(models[1])
+        assert alike == (field in unused), field
+
+
+def heads(model):
+    names = ("num_heads", "heads")
+    return [getattr(module, name, None) for module in model.modules() for name in names]
 
 
 def test_three_sets_are_trained_a_third_of_the_epochs():
     one, three = (RECIPES[f"pathfinder-transformer{x}"] for x in ("", "-three"))
     assert (one.phases[0].epochs, three.phases[0].epochs) == (200, 67)
-    assert replace(three, name=one.name, phases=one.phases) == one
+    assert (one.protocol, three.protocol) == (None, "locality")
+    assert replace(three, name=one.name, protocol=None, phases=one.phases) == one
     assert PROTOCOLS["locality"].retrieval_length == 4096
+
+
+@pytest.mark.slow
+def test_the_recipe_of_three_sets_trains_on_three_and_is_refused_with_one(tmp_path, capsys):
+    sets, out = tmp_path / "data", tmp_path / "run"
+    for difficulty in ("easy", "intermediate", "hard"):
+        sizes = {"num_train": 3, "num_val": 2, "num_test": 2}
+        TASKS["pathfinder"].generate(sets, difficulty=difficulty, **sizes)
+    words = f"fit --task pathfinder --data-dir {sets} --out {out} --workers 0 --max-steps 2"
+    words = [*words.split(), "--recipe", "pathfinder-transformer-three"]
+    for given in ([], ["--protocol", "easy"]):
+        for seeds in ([], ["--seeds", "0,1"]):
+            assert main([*words, *given, *seeds]) == 2
+            error = capsys.readouterr().err
+            assert "protocol must be locality with recipe pathfinder-transformer-three" in error
+            assert "add --protocol locality" in error
+            assert not out.exists()
+    assert main([*words, "--protocol", "locality"]) == 0
+    result = json.loads((out / "result.json").read_text())
+    assert result["data"]["samples"] == {"train": 9, "val": 2, "test": 2}
+    assert result["data"]["difficulty"] == "easy + intermediate + hard"
+    assert [phase["steps"] for phase in result["recipe"]["phases"]] == [67]
+    assert result["fit"]["steps"] == 2
 
 
 def test_every_task_has_a_recipe_of_minutes():
@@ -186,6 +246,8 @@ def test_plain_torch_gives_the_same_losses(data, tmp_path):
     plain = runpy.run_path(str(path))["train"]
     splits = TASKS["listops"].load(data)
     recipe = SMOKE.on(len(splits["train"]), max(int(x.lengths.max()) for x in splits.values()))
+    text = path.read_text()
+    assert all(word in text for word in ("the penalty of", "redrawing random", "on plateaus"))
     result = runs.fit("listops", data, SMOKE, "bigbird linear", tmp_path / "run", workers=0)
     entries = list(plain(TASKS["listops"], recipe, "bigbird linear", splits, "cpu"))
     np.testing.assert_array_equal(losses(result), np.array(entries))
@@ -214,6 +276,37 @@ def test_a_run_that_has_learnt_nothing_says_so(data, tmp_path, monkeypatch):
         warnings.filterwarnings("ignore", module="lightning")
         result = runs.fit("listops", data, recipe, "linear", tmp_path / "b", workers=0)
     assert result["fit"]["warnings"] == []
+
+
+def test_chance_is_that_of_the_lists_of_the_phase_and_says_of_which_guess(data, monkeypatch):
+    task = TASKS["listops"]
+    splits = task.load(data)
+    short = Phase(steps=20, batch_size=8, lr=1e-3, lengths=(4, 12), num_samples=40)
+    recipe = replace(SMOKE, phases=(short, Phase(steps=40, batch_size=8, lr=1e-3)))
+    model = train.Classifier(task, recipe.on(49, 40), "linear", splits)
+    at = SimpleNamespace(step=20)
+    monkeypatch.setattr(train.Classifier, "global_step", property(lambda self: at.step))
+
+    def told(loss):
+        model.warnings.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            model._watch_chance(loss, 20)
+        return model.warnings
+
+    for at.step, number in ((20, 0), (60, 1)):
+        split = model._stream(number).split
+        assert (split is splits["train"]) == bool(number)
+        guesses = task.chance(split)
+        assert list(guesses)[-1] == "the root operator"
+        for name, loss in guesses.items():
+            (text,) = told(loss + 0.001)
+            assert f"stuck at chance: at step {at.step} of 60" in text
+            assert f"that of guessing from {name} ({loss:.4f})" in text
+        assert not told(min(guesses.values()) - 0.01)
+    other = task.chance(model._stream(0).split)
+    assert not told(other["how often each label occurs"])
+    assert not told(other["the root operator"])
 
 
 def test_a_penalty_is_trained_and_not_reported(data, tmp_path):
@@ -251,3 +344,28 @@ def test_waiting_for_data_is_in_the_result(data, tmp_path):
     assert result["reach"] is None
     conv = runs.fit("listops", data, SMOKE, "conv:kernel=5", tmp_path / "conv", workers=0)
     assert tuple(conv["reach"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wait", "told"),
+    [(100, 0.2, True), (100, 0.1, False), (50, 0.2, False)],  # 4 %, 2 %, and too short to tell
+)
+def test_a_run_that_waits_for_data_says_so(data, tmp_path, monkeypatch, seconds, wait, told):
+    class Waiting(train.Classifier):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.seconds = seconds
+
+        def _wait(self, _):
+            self.waited += wait
+
+    monkeypatch.setattr(runs, "Classifier", Waiting)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = runs.fit("listops", data, SMOKE, "linear", tmp_path / "run", workers=0)
+    found = result["fit"]["warnings"]
+    assert len(found) == told
+    if told:
+        assert "% of the training time was spent waiting for data" in found[0]
+        assert "by --workers, here 0, up to one a core" in found[0]
+        assert found[0] in [str(x.message) for x in said]

@@ -3,12 +3,14 @@
 import copy
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from fastattn.lra import figures, published
 from fastattn.lra.cli import main
+from fastattn.lra.recipes import RECIPES
 from fastattn.lra.reports import every_run, find_results, summary, write_report
 from fastattn.lra.results import labels, read_result, with_origins
 from fastattn.lra.tasks import TASKS
@@ -68,6 +70,8 @@ def test_a_run_that_diverged_has_failed(tmp_path):
     history = [*BASE["fit"]["history"], BASE["fit"]["best"] | {"val_loss": float("nan")}]
     result = write(tmp_path / "a", test=0.6, fit=BASE["fit"] | {"history": history})
     assert result.failure == "diverged"
+    assert result.state == f"diverged at step {BASE['fit']['best']['step']}"
+    assert not result.finished
     write_report(tmp_path, tmp_path / "page.md")
 
 
@@ -218,6 +222,53 @@ def test_a_run_that_stopped_early_says_when(tmp_path):
     assert row["state"] == "1 stopped early at step 1500, 1 finished"
 
 
+def fitted(**changes):
+    return BASE["fit"] | changes
+
+
+def test_steps_and_the_best_checkpoint_of_each_seed_stand_in_the_order_of_the_seeds(tmp_path):
+    ours = {i: str(i) * 64 for i in range(3)}
+    results = [
+        write(tmp_path / "b", seed=1, test=0.4, fit=fitted(steps=900, checkpoint=ours[1])),
+        write(tmp_path / "a", seed=0, test=0.4, fit=fitted(steps=10, checkpoint=ours[0])),
+        write(tmp_path / "c", seed=2),
+    ]
+    (row,) = table(results)
+    assert row["steps"] == "10, 900, –"
+    assert row["checkpoint"] == f"{ours[0][:12]}, {ours[1][:12]}, –"
+    assert [table(results[i : i + 1])[0]["steps"] for i in range(3)] == [900, 10, None]
+    old = table([write(tmp_path / "old", test=0.4)])[0]
+    assert (old["steps"], old["checkpoint"]) == (10000, None)
+    write_report(tmp_path, tmp_path / "page.md")
+    with open(tmp_path / "page.csv", newline="") as file:
+        rows = {row["run"]: (row["steps"], row["checkpoint"]) for row in csv.DictReader(file)}
+    assert rows == {
+        "a": ("10", ours[0][:12]),
+        "b": ("900", ours[1][:12]),
+        "c": ("", ""),
+        "old": ("10000", ""),
+    }
+
+
+@pytest.mark.parametrize(
+    ("hashes", "checkpoint", "state"),
+    [
+        (("a" * 64, "a" * 64), "best", "1 finished"),
+        (("a" * 64, "b" * 64), "best", "1 finished (tested: another checkpoint)"),
+        (("a" * 64, None), "best", "1 finished"),
+        ((None, "b" * 64), None, "1 finished"),
+        (("a" * 64, "b" * 64), "last", "1 finished (tested: last checkpoint)"),
+    ],
+)
+def test_a_test_of_another_checkpoint_than_the_best_says_so(tmp_path, hashes, checkpoint, state):
+    content = write(tmp_path / "a", test=0.4, fit=fitted(checkpoint=hashes[0])).content
+    told = {"sha256": hashes[1], "checkpoint": checkpoint}
+    content["test"] |= {key: value for key, value in told.items() if value}
+    (tmp_path / "a/result.json").write_text(json.dumps(content))
+    (row,) = table([read_result(tmp_path / "a")])
+    assert row["state"] == state
+
+
 def test_an_origin_is_told_by_the_fingerprints_of_another_run(tmp_path):
     unknown = copy.deepcopy(BASE) | {"mixer": "performer"}
     other_train = copy.deepcopy(unknown)
@@ -304,6 +355,8 @@ DAMAGED = {
     ),
     "roots": json.dumps(BASE | {"test": BASE["test"] | {"by_root_operator": {"[MAX": {}}}}),
     "memory": json.dumps(BASE | {"fit": BASE["fit"] | {"peak_memory_mib": "much"}}),
+    "steps": json.dumps(BASE | {"fit": BASE["fit"] | {"steps": "many"}}),
+    "hash": json.dumps(BASE | {"fit": BASE["fit"] | {"checkpoint": 3}}),
     "nobody": json.dumps(BASE | {"test": BASE["test"] | {"samples": 0}}),
     "phases": json.dumps(BASE | {"recipe": {"name": "smoke", "phases": [{}]}}),
     "binary": b"\xff\xfe\x00",
@@ -333,8 +386,13 @@ def test_ours_and_the_published_are_two_tables(tmp_path):
     ours, theirs = (tmp_path / "page.md").read_text().split("### Published figures of listops")
     assert "| linear |" in ours
     assert "generated, seed 3" in ours
-    assert "| MEGA | 63.14 | Ma et al. 2022, arXiv:2209.10655 |" in theirs
+    told = "public files; 2002 tokens | 90,000 steps, batch 64, one A100"
+    assert f"| MEGA | 63.14 | {told} | Ma et al. 2022, arXiv:2209.10655 |" in theirs
     assert "MEGA" not in ours
+    accuracies, speeds = theirs.split("## Published speed and memory")
+    assert "| Performer | 5.7 | 1.06 | Tay et al. 2021, arXiv:2011.04006 |" in speeds
+    assert "| Reformer | 0.8 | – | Tay et al. 2021, arXiv:2011.04006 |" in speeds
+    assert "Reformer" not in accuracies
     assert "| linear |" not in theirs
     assert (tmp_path / "page-listops.png").read_bytes().startswith(b"\x89PNG")
     with open(tmp_path / "page.csv", newline="") as file:
@@ -346,9 +404,11 @@ def test_the_published_figures_are_of_our_tasks_and_complete():
     assert set(published.TASKS) <= set(TASKS)
     for row in published.PUBLISHED:
         assert len(row.accuracies.split()) == len(published.TASKS)
-        assert row.source
+        assert row.setup.source
+        assert {*row.setup.data, *row.setup.training} <= set(published.TASKS)
     pathx = published.published("pathx")
-    assert ("Transformer", "fail", "Tay et al. 2021, arXiv:2011.04006") in pathx.rows
+    made = "public files; hard set", "200 epochs, batch 64", "Tay et al. 2021, arXiv:2011.04006"
+    assert ("Transformer", "fail", *made) in pathx.rows
     assert all(row[0] != "Nyströmformer" for row in pathx.rows)
     with pytest.raises(ValueError, match="task must be one of"):
         published.published("sudoku")
@@ -361,6 +421,28 @@ def test_warnings_stand_on_the_page(tmp_path):
     write_report(tmp_path, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert "- stuck at chance (linear, seed 0; linear, seed 1)" in text
+
+
+def test_a_warning_has_the_name_of_its_run_alone(tmp_path):
+    fit = BASE["fit"] | {"warnings": ["stuck at chance"]}
+    write(tmp_path / "runs/a", test=0.2, fit=fit)
+    write(tmp_path / "runs/b", test=0.4, recipe=BASE["recipe"] | {"dropout": 0.1})
+    write_report(tmp_path / "runs", tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "- stuck at chance (linear, listops-budget)\n" in text
+
+
+def test_a_recipe_of_an_older_definition_says_what_is_another_today(tmp_path):
+    phases = [phase | {"steps": 100} for phase in BASE["recipe"]["phases"]]
+    fewer = write(tmp_path / "a", test=0.4, recipe=BASE["recipe"] | {"phases": phases})
+    assert fewer.recipe == "listops-budget (steps=100/100)"
+    layer = read_result(RESULTS / "nvidia-h200/lra/pathfinder-budget/long_conv-layer")
+    assert {"norm", "embedding"} & layer.content["recipe"].keys() == set()
+    assert layer.recipe == "pathfinder-budget (embedding=table, norm=layer)"
+    # a recipe in epochs has as many steps as the data makes of it
+    epochs = asdict(RECIPES["text-transformer"].on(1000, 100))
+    other = write(tmp_path / "b", test=0.4, task="text", recipe=epochs)
+    assert other.recipe == "text-transformer"
 
 
 def test_the_published_page_is_what_the_results_say(tmp_path, capsys):
@@ -416,6 +498,6 @@ def test_sphinx_builds_the_pages_without_a_warning(tmp_path):
         sphinx(["-q", "-W", "--keep-going", "-b", "html", str(source), str(tmp_path / "out")]) == 0
     )
     html = (tmp_path / "out/report.html").read_text()
-    assert html.count("<table") == 2
+    assert html.count("<table") == 3
     assert "$x^2$ | `y` &lt;b&gt; [z](nowhere) _w_ {q}`r`" in html
     assert "report-listops.png" in html

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from test_lra_text import write_mails
 
 from fastattn.lra.analysis import shared
+from fastattn.lra.data import BatchStream
+from fastattn.lra.loading import Shares, loader
 from fastattn.lra.tasks import stand_in_texts
 from fastattn.lra.tasks.retrieval import FILES, RETRIEVAL
 
@@ -34,6 +37,17 @@ def test_pairs_are_read_at_every_depth(tmp_path, depth):
     assert bytes(test.document(3)).decode() == "test other 1"
     assert test.labels.tolist() == [0, 1] * 3
     assert "not the whole public data: train has 6, not 147086" in data.record["notes"][0]
+
+
+def test_batches_are_the_same_from_workers_with_both_documents_of_a_pair(tmp_path):
+    """Row 48: several workers broke S4's loader of this task."""
+    train = "\n".join(f"{i % 2}\ta\tb\t{'x' * (i + 1)}\t{'y' * (30 - i)}" for i in range(25))
+    stream = BatchStream(RETRIEVAL.load(write(tmp_path, train=train))["train"], 4, seed=0)
+    one, two = (list(loader(Shares(stream, 0, 1), range(14), workers)) for workers in (0, 2))
+    for step, (a, b) in enumerate(zip(one, two, strict=True)):
+        assert all(torch.equal(x, y) for x, y in zip(a.batch, b.batch, strict=True))
+        for first, second in b.batch.lengths.reshape(-1, 2).tolist():
+            assert first + second == 31, step  # of one pair
 
 
 def test_a_lone_quote_keeps_five_columns_and_every_row(tmp_path):

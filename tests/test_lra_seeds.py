@@ -1,6 +1,7 @@
 """Several seeds: each its run, a summary that states what failed, and the others go on."""
 
 import json
+import os
 import statistics
 from dataclasses import replace
 
@@ -133,6 +134,29 @@ def test_the_command_trains_tests_and_goes_on_with_seeds(data, tmp_path, capsys)
     assert "takes the place of --seed" in capsys.readouterr().err
     assert main(["test", "--run", str(out), "--require-above-floors", "1"]) == 2
     assert "are for one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_seed_killed_before_its_first_result_is_begun_again(data, tmp_path, monkeypatch, resume):
+    class Killed(BaseException):
+        pass
+
+    def killed(*paths):
+        raise Killed
+
+    def fitted(**options):
+        given = ("listops", data, SMOKE.at_most(2), "linear", tmp_path / "run", [0])
+        return seeds.fit_seeds(*given, workers=0, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(Killed):
+            fitted()
+    files = [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files == ["result.json.part"]
+    assert fitted(resume=resume)["seeds"] == 1
+    with pytest.raises(ValueError, match="is not empty"):
+        fitted()
 
 
 def test_a_run_that_diverges_ends_and_says_so(data, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -17,6 +19,7 @@ from fastattn.lra.cli import main
 from fastattn.lra.data import BatchStream, Split, Task, collate
 from fastattn.lra.encoder import Encoder
 from fastattn.lra.loading import Shares, Stretch, loader
+from fastattn.lra.protocols import PROTOCOLS
 from fastattn.lra.tasks import TASKS
 
 SMALL = {
@@ -105,6 +108,32 @@ def test_what_was_generated_is_read_under_every_protocol_that_has_its_set(task, 
         assert len(loaded["test"]) == SIZES[task][2]
 
 
+def test_what_generate_prints_says_that_a_stand_in_is_one(tmp_path, capsys):
+    for task, options in SMALL.items():
+        out = tmp_path / ("text" if task.startswith("path") else task)  # may lie beside another
+        assert main(["generate", task, "--out", str(out), *options.split()]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"{task} written to {out}")
+        if task in STAND_INS:
+            kind = json.loads((out / "generated.json").read_text())["stand_in"]
+            assert line.endswith(f"; stand-in, not LRA: {kind}")
+        else:
+            assert "stand-in" not in line
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_help_of_generate_says_what_is_a_stand_in(task, capsys):
+    def helped(*words):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "a stand-in for them" in helped()
+    about = helped("generate").partition(f" {task} Write ")[2].partition(" Write ")[0]
+    for text in (about, helped("generate", task)):
+        assert ("a stand-in for" in text) == (task in STAND_INS)
+
+
 def test_a_run_keeps_its_protocol(data, tmp_path, capsys):
     run = str(tmp_path / "run")
     fit = f"fit --task text --data-dir {data / 'text'} --mixer linear --max-steps 1 --out {run}"
@@ -113,8 +142,66 @@ def test_a_run_keeps_its_protocol(data, tmp_path, capsys):
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["test"]["protocol"] == result["data"]["protocol"] == "mega"
     assert result["data"]["max_length"] == 4000
+    assert "archive is not read" in PROTOCOLS["mega"].differs
+    assert result["data"]["protocol_differs"] == PROTOCOLS["mega"].differs
     assert main([*fit.split(), "--resume", "--protocol", "default"]) == 2
     assert "was started with protocol 'mega', not 'default'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_workers_give_the_losses_of_none_where_a_sample_is_two_documents(data, tmp_path):
+    losses = []
+    for workers in ("0", "2"):
+        run = tmp_path / workers
+        command = f"fit --task retrieval --data-dir {data / 'retrieval'} --mixer linear --out {run}"
+        assert main([*command.split(), "--workers", workers]) == 0
+        history = json.loads((run / "result.json").read_text())["fit"]["history"]
+        losses.append([(entry["train_loss"], entry["val_loss"]) for entry in history])
+    assert losses[0] == losses[1]
+
+
+# Told to end
+
+TOLD = """
+import os, signal, sys
+
+from fastattn.lra import train
+from fastattn.lra.cli import main
+
+step = train.Classifier.training_step
+
+def told(self, batch, index):
+    if self.global_step == 7 and os.environ.get("LOCAL_RANK", "0") == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, batch, index)
+
+train.Classifier.training_step = told
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--devices 2", "--seeds 0,1"])
+def test_a_fit_that_is_told_to_end_says_so_and_goes_on_when_asked(options, data, tmp_path):
+    """A shell goes on after ``fit && test`` where fit ends with 0, as Lightning alone does."""
+    (tmp_path / "program.py").write_text(TOLD)
+    run = tmp_path / "run"
+    fit = f"fit --task listops --data-dir {data / 'listops'} --mixer linear --out {run} {options}"
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), *fit.split()],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-3000:]
+    assert done.stderr.count("fastattn-lra: told to end (SIGTERM); --resume goes on") == 1
+    one = run / "seed-0" if "seeds" in options else run
+    assert "fit" not in json.loads((one / "result.json").read_text())
+    assert (one / "checkpoints/last.ckpt").is_file()  # of step 5
+    assert not (run / "seed-1").exists()
+    if not options:
+        assert main([*fit.split(), "--resume"]) == 0
+        assert json.loads((run / "result.json").read_text())["fit"]["steps"] == 20
 
 
 def test_verify_finds_every_task_of_a_directory_and_names_the_rest(data, tmp_path, capsys):
@@ -131,12 +218,34 @@ def test_verify_finds_every_task_of_a_directory_and_names_the_rest(data, tmp_pat
     assert "data_batch_1" in capsys.readouterr().err
 
 
+def test_verify_checks_what_is_there_beside_what_is_damaged_or_there_in_part(
+    data, tmp_path, capsys
+):
+    shutil.copytree(data / "listops", tmp_path / "listops-1000")
+    (tmp_path / "listops-1000/basic_test.tsv").write_text("Source\tTarget\n")  # damaged
+    shutil.copytree(data / "retrieval", tmp_path / "tsv_data")
+    (tmp_path / "tsv_data/new_aan_pairs.eval.tsv").unlink()
+    (tmp_path / "cifar-10-batches-bin").symlink_to(data / "image")
+    assert main(["verify", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    damaged, lacking = err.splitlines()
+    assert "listops: " in damaged
+    assert "basic_test.tsv, line 2" in damaged
+    assert "retrieval: " in lacking
+    assert "lacks new_aan_pairs.eval.tsv" in lacking
+    assert "image in " in out
+    assert "test: 10 samples" in out
+    assert out.endswith("not here: text, pathfinder, pathx\n")
+
+
 def test_verify_says_what_a_directory_lacks(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     for name in ("basic_train.tsv", "train/pos", "new_aan_pairs.eval.tsv", "data_batch_1",
                  "pathfinder32", "pathfinder128"):  # fmt: skip
         assert name in error
+    assert main(["verify", str(tmp_path / "absent")]) == 2
+    assert capsys.readouterr().err.count("does not exist") == 1
 
 
 def test_verify_says_that_samples_are_in_two_splits(data, tmp_path, capsys):

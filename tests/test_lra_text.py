@@ -99,6 +99,21 @@ def test_a_damaged_table_is_one_sentence_with_the_line(tmp_path, train, message)
         TEXT.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("IMDB Dataset.csv", "review,sentiment"),
+        ("reviews.csv", '"Sentence","Label"'),
+        ("imdb.tsv", "label\ttext"),
+    ],
+)
+def test_one_table_of_all_reviews_is_named_and_refused(tmp_path, name, header):
+    (tmp_path / "a.csv").write_text("id,price\n1,2\n")
+    (tmp_path / name).write_text(f"{header}\nfine,positive\nbad,negative\n")
+    with pytest.raises(ValueError, match=rf"{name} is one table of reviews, .*fetch aclImdb"):
+        TEXT.load(tmp_path)
+
+
 def test_missing_folders_are_named(tmp_path, folder):
     with pytest.raises(ValueError, match=r"train/pos.*train\.csv and test\.csv"):
         TEXT.load(tmp_path / "aclImdb" / "train" / "unsup")

@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import itertools
 import json
+import os
 import runpy
 import shutil
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 from fastattn.lra import runs, train
+from fastattn.lra.checkpoints import read_checkpoint
 from fastattn.lra.cli import main
 from fastattn.lra.encoder import MIXERS
 from fastattn.lra.recipes import LISTOPS_BUDGET, RECIPES, SMOKE, SOURCES, Phase, Recipe
@@ -65,9 +69,10 @@ def test_a_run_records_everything(run, data):
     assert result["versions"].keys() == {"python", "fastattn", "torch", "triton", "lightning"}
     assert result["versions"]["torch"] == torch.__version__
     assert result["source"] == "fastattn"
-    assert result["unused"] == []
+    assert result["unused"] == ["min_delta", "plateau_patience"]
     assert sum(group["numbers"] for group in result["groups"]) == result["parameters"]
     assert [group["decay"] for group in result["groups"]] == [0.05, 0.0]
+    assert [group["group"] for group in result["groups"]] == ["matrices", "vectors"]
     assert result["fit"]["peak_process_mib"] > 0
     best = (run / "checkpoints/best.ckpt").read_bytes()
     assert result["fit"]["checkpoint"] == hashlib.sha256(best).hexdigest()
@@ -312,6 +317,76 @@ def test_a_killed_run_resumes_to_the_same_losses(run, data, tmp_path):
     assert history(out) == history(run)
 
 
+class Killed(BaseException):
+    """No handler of an error or of an interrupt takes it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_run_killed_before_any_file_is_replaced_resumes_to_the_same_losses(
+    data, tmp_path, pieces, monkeypatch
+):
+    phases = (Phase(steps=4, batch_size=2, lr=1e-3),)
+    recipe = replace(SMOKE, phases=phases, warmup=0, validate_every=2)
+    monkeypatch.setattr(runs, "plot_curve", lambda out: None)
+    trained = []  # steps
+    note = lambda self, *_: trained.append(self.global_step)  # noqa: E731
+    monkeypatch.setattr(train.Classifier, "on_train_batch_end", note)
+
+    def stored(name, which):
+        return read_checkpoint(tmp_path / name / f"checkpoints/{which}.ckpt")
+
+    def fitted(name, **options):
+        trained.clear()
+        given = {"workers": 0, "pieces": pieces, **options}
+        runs.fit("listops", data, recipe, "linear", tmp_path / name, **given)
+        best = stored(name, "best")["global_step"]
+        return history(tmp_path / name), best, stored(name, "last")["state_dict"]
+
+    def killed(name, fatal):
+        """The names of what was replaced before the kill, and whether there was one."""
+        replaced, replace_file = [], os.replace
+
+        def counted(source, target):
+            if tmp_path in Path(target).parents:
+                if len(replaced) == fatal:
+                    raise Killed
+                replaced.append(Path(target).name)
+            replace_file(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", counted)
+            try:
+                fitted(name)
+            except Killed:
+                return replaced, True
+        return replaced, False
+
+    losses, best, weights = fitted("whole")
+    for fatal in itertools.count():
+        replaced, dead = killed(str(fatal), fatal)
+        if not dead:
+            break
+        done = stored(str(fatal), "last")["global_step"] if "last.ckpt" in replaced else 0
+        *resumed, resumed_weights = fitted(str(fatal), resume=True)
+        assert resumed == [losses, best], replaced
+        assert all(torch.equal(resumed_weights[k], weights[k]) for k in weights), replaced
+        assert trained == list(range(done + 1, 5)), replaced
+    listed = [name for name in replaced if name.endswith(("json", "ckpt"))]
+    assert listed[:3] == ["result.json", "best.ckpt", "last.ckpt"]
+    assert listed[-2:] == ["last.ckpt", "result.json"]
+    assert (len(replaced) > len(listed)) == pieces
+
+
+def test_a_directory_with_anything_else_in_it_is_no_killed_run(data, tmp_path, capsys):
+    (tmp_path / "result.json.part").touch()
+    (tmp_path / "notes.txt").touch()
+    assert fit(data, tmp_path) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert fit(data, tmp_path, "--resume") == 2
+    assert "nothing to resume" in capsys.readouterr().err
+
+
 def test_the_module_and_the_command_are_the_same(monkeypatch, capsys):
     def helped(words, start):
         monkeypatch.setattr(sys, "argv", ["-", *words])
@@ -430,12 +505,30 @@ def test_phases_decay_as_they_say():
     assert [plateau.factor(s) for s in (0, 90, 95)] == pytest.approx([1.0, 1.0, 0.5])
 
 
-def test_a_plateau_halves_the_learning_rate(data, tmp_path):
-    phase = Phase(steps=40, batch_size=8, lr=1e-12, decay="plateau")
-    recipe = replace(SMOKE, phases=(phase,), plateau_patience=0, warmup=0, dropout=0.0)
-    result = runs.fit("listops", data, recipe, "linear", tmp_path / "run", workers=0)
-    rates = [entry["lr"] for entry in result["fit"]["history"]]
-    assert rates[-1] < rates[0] / 2
+def test_a_plateau_halves_the_learning_rate_and_goes_on_with_a_resumed_run(
+    data, tmp_path, monkeypatch
+):
+    phase = Phase(steps=40, batch_size=2, lr=1e-3, decay="plateau")
+    recipe = replace(SMOKE, phases=(phase,), plateau_patience=1, warmup=0)
+    report = train.Classifier._report
+    flat = {"loss": 1.0}
+    monkeypatch.setattr(train.Classifier, "_report", lambda *given: report(*given) | flat)
+
+    def rates(name, *cuts):
+        for i, steps in enumerate((*cuts, 40)):
+            result = runs.fit(
+                "listops", data, recipe.at_most(steps), "linear", tmp_path / name,
+                workers=0, resume=i > 0,
+            )  # fmt: skip
+        return [entry["lr"] / phase.lr for entry in result["fit"]["history"]]
+
+    # halved behind the third validation, the fifth and the seventh; only the last is in the cut
+    whole = rates("whole")
+    assert whole == pytest.approx([1, 1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 4 / 8])
+    logged = (tmp_path / "whole/csv/version_0/metrics.csv").read_text().splitlines()
+    column = logged[0].split(",").index("lr-AdamW/pg1")
+    assert {"0.001", "0.0005", "0.00025"} <= {line.split(",")[column] for line in logged[1:]}
+    assert rates("cut", 10, 20) == whole
 
 
 def test_a_plateau_is_what_torch_takes_for_one_and_ends_with_its_phase(monkeypatch):
@@ -462,6 +555,29 @@ def test_a_plateau_is_what_torch_takes_for_one_and_ends_with_its_phase(monkeypat
     at.step = 155
     model._watch_plateau(5.0)
     assert model._lr_at(155) == 0.25
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_gradient_of_a_whole_batch_is_clipped_to_the_norm_of_the_recipe(
+    data, tmp_path, monkeypatch, accumulate
+):
+    gradients = []
+    step = torch.optim.AdamW.step
+
+    def watched(self, closure):
+        loss = closure()
+        given = [p.grad for group in self.param_groups for p in group["params"]]
+        gradients.append(torch.cat([x.flatten() for x in given if x is not None]))
+        return step(self, lambda: loss)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    for name, clip in (("as it is", None), ("clipped", 0.01)):
+        recipe = replace(SMOKE, clip=clip, accumulate=accumulate).at_most(2)
+        runs.fit("listops", data, recipe, "linear", tmp_path / name, workers=0)
+    first, second, clipped, other = gradients
+    assert min(first.norm(), second.norm()) > 0.02
+    torch.testing.assert_close(clipped, first * 0.01 / first.norm(), rtol=1e-4, atol=1e-8)
+    assert other.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
 def test_a_run_cut_off_while_its_learning_rate_rises_says_so(data, tmp_path):
@@ -506,6 +622,38 @@ def test_every_parameter_is_in_one_group():
     assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
 
 
+def test_a_run_prints_its_groups_of_parameters(data, tmp_path, capsys):
+    assert fit(data, tmp_path / "run", "--max-steps", 1) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    header = ["parameters", "decay", "tensors", "numbers"]
+    assert rows.count(header) == 1
+    start = rows.index(header)
+    model = train.Classifier(TASKS["listops"], SMOKE.on(200, 40), "linear", {})
+    for row, name, group in zip(
+        rows[start + 1 :],
+        ("matrices", "vectors"),
+        model.configure_optimizers()["optimizer"].param_groups,
+        strict=False,
+    ):
+        params = group["params"]
+        numbers = (group["weight_decay"], len(params), sum(p.numel() for p in params))
+        assert row[0] == name
+        assert tuple(map(float, row[1:])) == numbers
+
+
+def test_the_peak_memory_of_a_gpu_is_that_of_the_run(data, tmp_path, monkeypatch):
+    peak = SimpleNamespace(bytes=9 * 2**30)  # of what was before
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        get_device_name=lambda: "a GPU",
+        reset_peak_memory_stats=lambda: setattr(peak, "bytes", 5 * 2**20),
+        max_memory_allocated=lambda: peak.bytes,
+    )
+    monkeypatch.setattr(runs, "torch", SimpleNamespace(cuda=cuda, __version__="0"))
+    result = runs.fit("listops", data, SMOKE.at_most(1), "linear", tmp_path, workers=0)
+    assert (result["device"], result["fit"]["peak_memory_mib"]) == ("a GPU", 5)
+
+
 def test_bad_recipes_raise():
     with pytest.raises(ValueError, match="warmup must be shorter than the run's 20 steps"):
         replace(SMOKE, warmup=20)
@@ -516,8 +664,10 @@ def test_bad_recipes_raise():
     with pytest.raises(ValueError, match="max-steps must be at least 1"):
         SMOKE.at_most(0)
     assert all(name == recipe.name for name, recipe in RECIPES.items())
+    ours = {"smoke", "listops-demo", "listops-plain", "listops-long", "listops-budget"}
+    ours |= {f"{task}-minutes" for task in TASKS}
+    assert {name for name, source in SOURCES.items() if source == "fastattn"} == ours
     assert SOURCES.keys() == RECIPES.keys()
-    assert all(SOURCES.values())
 
 
 # Bad input

@@ -116,3 +116,42 @@ def test_a_run_begins_with_another_mixer_and_says_what_moved(tmp_path, capsys):
     assert result["transfer"]["dropped"] == []
     assert main([*words, "linformer", "--out", str(tmp_path / "b"), "--resume"]) == 0
     assert "transfer" in json.loads((tmp_path / "b/result.json").read_text())
+
+
+@pytest.mark.slow
+def test_pathfinder_is_tuned_from_its_easy_set_to_its_hard_one(tmp_path, capsys):
+    sets = tmp_path / "data"
+    for seed, difficulty in enumerate(("easy", "intermediate", "hard")):
+        words = f"generate pathfinder --out {sets} --n 60 --difficulty {difficulty} --seed {seed}"
+        assert main(words.split()) == 0
+
+    def tuned(name, *options):
+        words = f"fit --task pathfinder --data-dir {sets} --recipe pathfinder-gru --workers 0"
+        words += f" --max-steps 2 --out {tmp_path / name}"
+        assert main([*words.split(), *options]) == 0
+        return json.loads((tmp_path / name / "result.json").read_text())
+
+    easy = tuned("easy", "--protocol", "easy")
+    middle = tuned("middle", "--protocol", "intermediate", "--from", str(tmp_path / "easy"))
+    hard = tuned("hard", "--from", str(tmp_path / "middle"))
+    fingerprints = [x["data"]["fingerprints"] for x in (easy, middle, hard)]
+    assert len({json.dumps(x) for x in fingerprints}) == 3
+    assert [x["data"]["difficulty"] for x in (easy, middle, hard)] == [
+        "easy", "intermediate", "hard",
+    ]  # fmt: skip
+    assert "begin" not in easy
+    assert hard["begin"]["run"] == str(tmp_path / "middle")
+    assert hard["begin"]["fingerprints"] == fingerprints[1]
+    assert hard["begin"]["begin"] == middle["begin"]
+    assert middle["begin"]["run"] == str(tmp_path / "easy")
+    assert middle["begin"]["fingerprints"] == fingerprints[0]
+    assert middle["begin"]["begin"] is None
+    for before, after in ((easy, middle), (middle, hard)):
+        assert after["begin"]["step"] == before["fit"]["best"]["step"]
+        assert after["transfer"]["new"] == after["transfer"]["dropped"] == []
+    assert main(["test", "--run", str(tmp_path / "hard")]) == 0
+    assert json.loads((tmp_path / "hard/result.json").read_text())["test"]["samples"] == 6
+    # it goes on with the hard set, which it was not begun with
+    again = tuned("hard", "--resume", "--max-steps", "3")
+    assert again["begin"] == hard["begin"]
+    assert again["fit"]["history"][:2] == hard["fit"]["history"][:2]

@@ -1,8 +1,12 @@
 """Picture sets in the files they are published in, whole or damaged."""
 
 import gzip
+import io
 import os
 import pickle
+import re
+import struct
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -41,7 +45,44 @@ def test_idx_files_are_read_where_packages_put_them(tmp_path, place, end):
     assert (found["test"].labels == test_labels).all()
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
+def pickled(batch, protocol, core):
+    """A pickle of protocol 0, 1 or 2 whose arrays have the names of numpy 1, core, or 2, _core."""
+    name = f"numpy.{core}".encode()
+    content, replaced = re.subn(rb"numpy\._?core", name, pickle.dumps(batch, protocol))
+    assert replaced
+    return content
+
+
+class _OfPython2(pickle._Pickler):
+    """Writes every string as Python 2 did, which has written the public files."""
+
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def save_string(self, text):
+        text = text.encode() if isinstance(text, str) else text
+        self.write(pickle.BINSTRING + struct.pack("<i", len(text)) + text)
+
+    dispatch[bytes] = dispatch[str] = save_string
+
+
+def of_python_2(batch):
+    file = io.BytesIO()
+    _OfPython2(file, 2).dump(batch)
+    return file.getvalue().replace(b"numpy._core", b"numpy.core")
+
+
+PICKLES = {
+    **{
+        f"numpy.{core}, protocol {protocol}": lambda batch, p=protocol, c=core: pickled(batch, p, c)
+        for core in ("core", "_core")
+        for protocol in (0, 1, 2)
+    },
+    "Python 2": of_python_2,
+    **{f"protocol {p}": lambda batch, p=p: pickle.dumps(batch, p) for p in (3, 4, 5)},
+}
+
+
+@pytest.mark.parametrize("write", PICKLES.values(), ids=PICKLES)
 @pytest.mark.parametrize(
     ("folder", "train", "key"),
     [
@@ -50,14 +91,14 @@ def test_idx_files_are_read_where_packages_put_them(tmp_path, place, end):
     ],
 )
 @pytest.mark.parametrize("inside", [True, False])
-def test_pickled_batches_are_read_pixel_by_pixel(tmp_path, folder, train, key, protocol, inside):
+def test_pickled_batches_are_read_pixel_by_pixel(tmp_path, folder, train, key, write, inside):
     (tmp_path / folder).mkdir()
     test = "test_batch" if "10-" in folder else "test"
     pixels = []
     for name in (*train, test):
         planes = RNG.integers(0, 256, (4, 3072), np.uint8)
         batch = {b"data": planes, key: [1, 2, 3, 4], b"filenames": [b"x.png"] * 4}
-        (tmp_path / folder / name).write_bytes(pickle.dumps(batch, protocol))
+        (tmp_path / folder / name).write_bytes(write(batch))
         pixels.append(planes)
     found = read_pictures(tmp_path / folder if inside else tmp_path)
     assert found["train"].pixels.shape == (4 * len(train), 32, 32, 3)

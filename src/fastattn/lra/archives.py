@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import tarfile
 import zipfile
 import zlib
@@ -43,8 +44,6 @@ def unpack(archive: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
     with files.staged(out) as part:
         try:
             _unzip(archive, part) if zipped else _untar(archive, part)
-        except tarfile.FilterError as error:
-            raise ValueError(f"{archive} is not unpacked: {error}") from None
         except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, LZMAError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
@@ -53,6 +52,11 @@ def unpack(archive: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
 
 
 def _untar(archive: Path, part: Path) -> None:
+    if not hasattr(tarfile, "data_filter"):
+        raise ValueError(
+            f"{archive} is not unpacked: tarfile of Python {platform.python_version()} cannot keep "
+            "members inside a folder. Python 3.10.12, 3.11.4 and later can; or unpack it by tar"
+        )
     size = archive.stat().st_size
     with (
         open(archive, "rb") as file,
@@ -63,7 +67,10 @@ def _untar(archive: Path, part: Path) -> None:
         for member in tar:
             if member.islnk():
                 raise ValueError(f"{archive} is not unpacked: {member.name} is a hard link")
-            tar.extract(member, part, filter="data")
+            try:
+                tar.extract(member, part, filter="data")
+            except tarfile.FilterError as error:
+                raise ValueError(f"{archive} is not unpacked: {error}") from None
             tar.members.clear()  # type: ignore[attr-defined]  # millions of images need no list of what is done
             advance(file.tell() - done)
             done = file.tell()

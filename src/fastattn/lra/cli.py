@@ -6,12 +6,14 @@ import argparse
 import inspect
 import itertools
 import logging
+import signal
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastattn.lra import files
 from fastattn.lra.analysis import shared
 from fastattn.lra.archives import unpack
 from fastattn.lra.data import Task
@@ -36,6 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fastattn-lra: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as end:
+        if end.code != 128 + signal.SIGTERM:
+            raise
+        print(
+            "fastattn-lra: told to end (SIGTERM); --resume goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGTERM
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,11 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser(
-        "generate", help="write a task's public files, from a seed alone", allow_abbrev=False
+        "generate",
+        help="write a task's public files, or a stand-in for them, from a seed",
+        allow_abbrev=False,
     )
     tasks = generate.add_subparsers(required=True, metavar="TASK", dest="task")
     for name, task in TASKS.items():
-        _add_generate(tasks.add_parser(name, allow_abbrev=False), task)
+        about = (inspect.getdoc(task.generate) or "").partition("\n")[0].replace("``", "")
+        _add_generate(
+            tasks.add_parser(name, help=about, description=about, allow_abbrev=False), task
+        )
 
     unpack = commands.add_parser("unpack", help="unpack an archive", allow_abbrev=False)
     unpack.set_defaults(run=_unpack)
@@ -197,7 +212,10 @@ def _generate(options: argparse.Namespace) -> int:
     task = TASKS[options.task]
     given = {name: value for name, value in vars(options).items() if name in _GENERATE}
     task.generate(options.out, **given)
-    print(f"{options.task} written to {options.out}")
+    record = files.generated(options.out) or {}
+    kind = record.get("stand_in") if record.get("task") == options.task else None
+    said = f"; stand-in, not LRA: {kind}" if kind else ""
+    print(f"{options.task} written to {options.out}{said}")
     return 0
 
 
@@ -209,42 +227,43 @@ def _unpack(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    tasks = [options.task] if options.task else _tasks_in(options.data_dir)
-    for name in tasks:
-        task = TASKS[name]
-        data = task.load(options.data_dir, options.protocol)
-        print(f"{name} in {data.record['folder']}, protocol {data.record['protocol']}")
-        _print_notes(data.record)
-        for part, split in data.items():
-            lengths, labels = split.document_lengths, split.labels
-            shares = [f"{(labels == c).mean():.3f}" for c in range(task.num_classes)]
-            print(f"{part}: {len(split)} samples, fingerprint {split.fingerprint()}")
-            print(f"  lengths {lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}")
-            print(f"  labels 0 to {task.num_classes - 1}: {' '.join(shares)}")
-            print("  floors: " + _floors(task.floors(split)))
-            losses = [f"{name} {loss:.3f}" for name, loss in task.chance(split).items()]
-            print(f"  losses, in nats, of guessing from: {', '.join(losses)}")
-        for (one, a), (other, b) in itertools.combinations(data.items(), 2):
-            if common := shared(a, b):
-                print(f"note: {common} samples of {other} are in {one} as well")
-    if not options.task:
-        absent = [name for name in TASKS if name not in tasks]
-        print(f"not here: {', '.join(absent) or 'nothing'}")
-    return 0
-
-
-def _tasks_in(data_dir: Path) -> list[str]:
-    """The tasks whose files are there; a ValueError that says what each lacks, if none is."""
-    found, errors = [], []
-    for name, task in TASKS.items():
+    files.places(options.data_dir, "")  # no directory is one error, not one for each task
+    absent: dict[str, ValueError] = {}
+    code = 0
+    for name in [options.task] if options.task else TASKS:
         try:
-            task.find(data_dir)
-            found.append(name)
-        except ValueError as error:
-            errors.append(f"{name}: {error}")
-    if not found:
-        raise ValueError("no task's files are complete there\n" + "\n".join(errors))
-    return found
+            _verify_task(TASKS[name], options)
+        except files.NotHereError as error:
+            absent[name] = error
+        except (ValueError, OSError) as error:  # some of its files are there, or damaged
+            print(f"fastattn-lra: {name}: {error}", file=sys.stderr)
+            code = 2
+    if options.task in absent:
+        raise absent[options.task]
+    if len(absent) == len(TASKS):
+        errors = [f"{name}: {error}" for name, error in absent.items()]
+        raise ValueError("no task's files are there\n" + "\n".join(errors))
+    if not options.task:
+        print(f"not here: {', '.join(absent) or 'nothing'}")
+    return code
+
+
+def _verify_task(task: Task, options: argparse.Namespace) -> None:
+    data = task.load(options.data_dir, options.protocol)
+    print(f"{task.name} in {data.record['folder']}, protocol {data.record['protocol']}")
+    _print_notes(data.record)
+    for part, split in data.items():
+        lengths, labels = split.document_lengths, split.labels
+        shares = [f"{(labels == c).mean():.3f}" for c in range(task.num_classes)]
+        print(f"{part}: {len(split)} samples, fingerprint {split.fingerprint()}")
+        print(f"  lengths {lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}")
+        print(f"  labels 0 to {task.num_classes - 1}: {' '.join(shares)}")
+        print("  floors: " + _floors(task.floors(split)))
+        losses = [f"{name} {loss:.3f}" for name, loss in task.chance(split).items()]
+        print(f"  losses, in nats, of guessing from: {', '.join(losses)}")
+    for (one, a), (other, b) in itertools.combinations(data.items(), 2):
+        if common := shared(a, b):
+            print(f"note: {common} samples of {other} are in {one} as well")
 
 
 def _print_notes(record: dict[str, Any]) -> None:

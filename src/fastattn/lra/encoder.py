@@ -299,15 +299,6 @@ class Block(nn.Module):
         return x if self.ff is None else x + self.dropout(self.ff(self.norm_ff(x)))
 
 
-def unused_fields(mixer: str) -> list[str]:
-    """Fields of a recipe that say nothing of this network: a body has no blocks."""
-    name, options = mixers_of(mixer)[0]
-    if name not in BODIES:
-        return []
-    as_numbers = ["embedding"] if options.get("embedding") is False else []
-    return ["depth", "heads", "ff", "activation", *as_numbers, "norm"]
-
-
 def encoder_for(task: Task, recipe: Recipe, mixer: str) -> Encoder:
     """The model of a run.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fastattn.lra.tables import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -12,7 +15,9 @@ if TYPE_CHECKING:
 
 History = Sequence[Mapping[str, float]]
 _STYLES = ("-", "--", ":", "-.")
-CHARACTERS, LINE = 14, 0.2  # of a legend: characters an inch, and inches a line
+_HATCHES = ("", "///", "...", "xxx")
+CHARACTERS, LINE = 14, 0.2  # of small letters: characters an inch, and inches a line
+NAME = 44  # characters of a line of a name beside a row
 
 
 def draw_curves(path: Path, runs: Mapping[str, History], floors: Mapping[str, float]) -> None:
@@ -135,7 +140,8 @@ def draw_bars(
     for i, (label, values) in enumerate(bars.items()):
         places = [g - 0.4 + width * (i + 0.5) for g in range(len(groups))]
         heights = [float("nan") if value is None else value for value in values]
-        axes.bar(places, heights, width, label=label, color=_style(i)["color"])
+        filling = {"color": _style(i)["color"], "hatch": _HATCHES[i // 10 % len(_HATCHES)]}
+        axes.bar(places, heights, width, label=label, edgecolor="white", linewidth=0, **filling)
         for place, mark in zip(places, (marks or {}).get(label, ()), strict=False):
             if mark is not None:
                 axes.hlines(mark, place - width / 2, place + width / 2, color="black")
@@ -144,6 +150,78 @@ def draw_bars(
     axes.set_xticks(range(len(groups)), groups)
     axes.set(ylabel=y)
     _save(figure, axes, path)
+
+
+def draw_rows(
+    path: Path, names: Sequence[str], panels: Mapping[str, Sequence[float | None]]
+) -> None:
+    """Horizontal bars with their values, a row for each name; several things side by side.
+
+    Args:
+        path: The PNG to write.
+        names: Of the rows, from above.
+        panels: A value a row, by what it is, with its unit; None leaves the bar out.
+    """
+    figure, places = _rows(names, panels=len(panels), width=3.5)
+    for i, (axes, (x, values)) in enumerate(zip(places, panels.items(), strict=True)):
+        bars = axes.barh(range(len(names)), [value or 0 for value in values], color=f"C{i}")
+        axes.bar_label(bars, [shown(value) for value in values], padding=3, fontsize="small")
+        axes.margins(x=0.25)  # for the values
+        axes.set(xlabel=x)
+    _save(figure, places[0], path)
+
+
+def draw_intervals(
+    path: Path,
+    intervals: Mapping[str, tuple[int, int]],
+    marks: Mapping[str, tuple[int, int]],
+    *,
+    x: str,
+) -> None:
+    """How far something goes to the left and to the right of a place, a row for each name.
+
+    Args:
+        path: The PNG to write.
+        intervals: By name, both distances.
+        marks: By the same names, likewise: a black line on the bar, as measured.
+        x: What they are, with the unit; the axis is logarithmic on both sides.
+    """
+    figure, (axes,) = _rows(list(intervals), panels=1, width=7)
+    axes.set_xscale("symlog", linthresh=1)
+    rows = range(len(intervals))
+    starts = [-left for left, _ in intervals.values()]
+    told = [f"{left} + {right}" for left, right in intervals.values()]
+    bars = axes.barh(rows, list(map(sum, intervals.values())), left=starts, label="by the layers")
+    axes.bar_label(bars, told, padding=3, fontsize="small")
+    measured = [marks[name] for name in intervals]
+    starts, ends = [-left for left, _ in measured], [right for _, right in measured]
+    axes.hlines(rows, starts, ends, color="black", label="measured")
+    axes.axvline(0, color="white", linewidth=1)
+    axes.use_sticky_edges = False
+    axes.margins(x=0.2)  # for the values
+    farthest = max(map(max, (*intervals.values(), *measured)))
+    powers = [10**i for i in range(len(str(farthest)))]
+    ticks = [*(-power for power in reversed(powers)), 0, *powers]
+    axes.set_xticks(ticks, [str(abs(tick)) for tick in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel=x)
+    _save(figure, axes, path)
+
+
+def _rows(names: Sequence[str], *, panels: int, width: float) -> tuple[Figure, Sequence[Axes]]:
+    """Panels of a width with the same rows, whose names stand on the left, the first above."""
+    lines = [textwrap.fill(name, NAME) for name in names]
+    longest = max(len(line) for name in lines for line in name.splitlines())
+    figure, places = _figure(longest / CHARACTERS + width * panels, panels=panels)
+    tallest = max(name.count("\n") + 1 for name in lines)
+    figure.set_figheight(1.1 + len(lines) * max(0.3, LINE * tallest))
+    for axes in places:
+        axes.set_yticks(range(len(lines)), lines if axes is places[0] else [""] * len(lines))
+        axes.tick_params(axis="y", length=0, labelsize="small")
+        axes.set_ylim(len(lines) - 0.4, -0.6)
+        for label in axes.get_yticklabels():
+            label.set_parse_math(False)
+    return figure, places
 
 
 def _figure(
@@ -201,6 +279,10 @@ def _save(figure: Figure, axes: Axes, path: Path) -> None:
         longest = max(map(len, names)) + 8  # and the line before it
         columns = max(1, min(len(names), int(width * CHARACTERS) // longest))
         figure.set_size_inches(width, height + LINE * -(-len(names) // columns))
-        figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize="small")
+        legend = figure.legend(
+            handles, names, loc="outside lower center", ncols=columns, fontsize="small"
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, format="png")

@@ -25,6 +25,10 @@ _CONTENT = ("task", "samples", "fingerprints", "vocabulary", "protocol", "stand_
 _ARCHIVES = (".gz", ".tgz", ".zip", ".tar", ".bz2", ".xz")
 
 
+class NotHereError(ValueError):
+    """Of a task's files there are none; where some are there, the error is another."""
+
+
 def places(data_dir: str | os.PathLike[str], folder: str) -> list[Path]:
     """Where ``folder`` may be: it is ``data_dir``, or lies in it at a depth of the public release.
 
@@ -59,11 +63,11 @@ def locate(data_dir: str | os.PathLike[str], folder: str, names: Sequence[str]) 
 
 def not_found(
     data_dir: str | os.PathLike[str], wanted: str, found: Sequence[Path] = ()
-) -> ValueError:
+) -> NotHereError:
     """The error of a directory without ``wanted``; names the archives that lie in it."""
     root = Path(data_dir)
     archives = [path for path in sorted(root.iterdir()) if path.suffix in _ARCHIVES]
-    return ValueError(
+    return NotHereError(
         f"data_dir must hold {wanted}; none is in any of {', '.join(map(str, found or [root]))}: "
         "generate them, or name the directory that has them"
         + "".join(_unpack(path) for path in archives[:3] if path.is_file())

@@ -47,12 +47,12 @@ PROTOCOLS = {
         DEFAULT,
         Protocol(
             name="easy",
-            source="the default, with Pathfinder's easy set",
+            source="the default, with the easy set of Pathfinder or Path-X",
             pathfinder_sets=("easy",),
         ),
         Protocol(
             name="intermediate",
-            source="the default, with Pathfinder's intermediate set",
+            source="the default, with the intermediate set of Pathfinder or Path-X",
             pathfinder_sets=("intermediate",),
         ),
         Protocol(
@@ -60,7 +60,8 @@ PROTOCOLS = {
             source="Tay et al., arXiv:2011.04006, as in google-research/long-range-arena",
             differs=(
                 "test batches are not dropped; Pathfinder is sliced in the order of its files, "
-                "not in that of TFDS; lists end at 1999 tokens and are never cut off"
+                "not in that of TFDS; lists end at 1999 tokens and are never cut off; grey levels "
+                "are rounded, where its fractions are cut off"
             ),
             text_length=1000,
             validate_on_test=True,

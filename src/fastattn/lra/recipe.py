@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastattn.lra.denoise import Denoise
-from fastattn.lra.mixers import default_pool, needs_positions
+from fastattn.lra.mixers import BODIES, default_pool, mixers_of, needs_positions
 
 DECAYS = ("constant", "cosine", "linear", "rsqrt", "onecycle", "plateau")
 
@@ -87,7 +87,7 @@ class Recipe:
     ``validate_every`` 0. :meth:`on` replaces them by numbers, and a run stores those.
 
     Args:
-        task: The only task it is for; None means any.
+        task, protocol: The only ones it is for; None means any.
         mixer: What is taken when none is named; None means that one must be.
         positions: None means rotary for the mixer softmax, none for mixers that see the order of
             the tokens themselves (conv and the networks that read in order), and else sinusoidal.
@@ -117,6 +117,7 @@ class Recipe:
     name: str
     phases: tuple[Phase, ...]
     task: str | None = None
+    protocol: str | None = None
     mixer: str | None = None
     width: int = 256
     depth: int = 6
@@ -233,6 +234,22 @@ class Recipe:
 
     def pool_for(self, mixer: str) -> str:
         return self.pool or default_pool(mixer)
+
+    def unused_for(self, mixer: str) -> list[str]:
+        """Fields that say nothing of this network, or of how it is trained."""
+        mixers = dict(mixers_of(mixer))
+        body = bool(mixers.keys() & BODIES.keys())  # which has no blocks
+        unused = {
+            "depth": body,
+            "heads": body or mixers.keys() <= {"long_conv", "gmlp", "conv"},
+            "ff": body,
+            "activation": body or (self.ff == 0 and "conv" not in mixers),
+            "embedding": any(options.get("embedding") is False for options in mixers.values()),
+            "norm": body,
+            "min_delta": self.patience is None,
+            "plateau_patience": all(phase.decay != "plateau" for phase in self.phases),
+        }
+        return [field for field, nothing in unused.items() if nothing]
 
     def at_most(self, steps: int) -> Recipe:
         """The same run, cut off after so many steps; its schedule is that of the full run."""

@@ -121,6 +121,7 @@ TRANSFORMERS = tuple(
 PATHFINDER_THREE = replace(
     next(recipe for recipe in TRANSFORMERS if recipe.name == "pathfinder-transformer"),
     name="pathfinder-transformer-three",
+    protocol="locality",
     phases=(Phase(epochs=67, batch_size=128, lr=1e-3, decay="plateau"),),
 )
 

@@ -12,7 +12,7 @@ from fastattn.lra.analysis import mean_and_spread
 from fastattn.lra.figures import draw_curves
 from fastattn.lra.recipe import Recipe
 from fastattn.lra.results import Result, labels, read_result, with_origins
-from fastattn.lra.tables import Table, Value, escape, write_text
+from fastattn.lra.tables import Table, Value, escape, shown, write_text
 from fastattn.lra.tasks import TASKS
 
 _OURS = """\
@@ -20,14 +20,19 @@ One row is one configuration: mixer, recipe, data, device, and what the run bega
 are in percent, of the best checkpoint unless the row says of the last; with several seeds they \
 are the mean ± the sample standard deviation over those that have one. A seed has failed when it \
 has no result, diverged, or is at chance: not more than two standard errors above the best \
-constant label (the floor "majority"). \
+constant label (the floor "majority"). Steps are those made, and a checkpoint is the beginning of \
+the best one's SHA-256: of several seeds each, in their order, unless they are the same. \
 Data "by its fingerprint" is that of a run which has recorded its origin. The reach of \
 convolutions, where recorded, is how many tokens before and after can change one.
 """
 _THEIRS = """\
-Figures of others, from the source in each row, in percent. They are on the public data and differ \
-from ours, and from each other, in tokens, lengths, validation and pooling: they are no row of the \
-table above.
+Figures of others, from the source in each row, in percent. They differ from ours, and from each \
+other, in tokens, lengths, validation, budget and pooling: they are no row of the table above. \
+Data and training are as far as papers and code are known to say; where the two differ, as LRA's \
+do, they are the code's.
+"""
+_THEIR_SPEED = """\
+Of LRA's paper, at 4K tokens on TPUv3: no row is comparable with a time or a memory above.
 """
 
 
@@ -77,6 +82,11 @@ def write_report(directory: Path, page: Path) -> Found:
         results = [result for result in found.results if result.task == task]
         if results:
             parts += _section(task, results, page)
+    parts += [
+        "## Published speed and memory\n",
+        _THEIR_SPEED,
+        published.published_speed().markdown(),
+    ]
     if found.skipped:
         lines = [
             f"- {escape(str(path.relative_to(directory)))}: {escape(why)}\n"
@@ -92,9 +102,9 @@ def _section(task: str, results: Sequence[Result], page: Path) -> list[str]:
     title = escape(task)
     parts = [f"## {title}\n", summary(results).markdown()]
     said: dict[str, list[str]] = {}
-    for result in results:
+    for label, result in zip(labels(results), results, strict=True):
         for remark in _remarks(result):
-            said.setdefault(remark, []).append(f"{result.mixer}, seed {result.seed}")
+            said.setdefault(remark, []).append(label)
     if said:
         lines = [escape(f"{remark} ({'; '.join(who)})") for remark, who in said.items()]
         parts.append("".join(f"- {line}\n" for line in lines))
@@ -141,6 +151,7 @@ def summary(results: Sequence[Result]) -> Table:
         "data",
         "seeds",
         "failed seeds",
+        "steps",
         "test accuracy, %",
         "validation accuracy, %",
         "floors, %",
@@ -149,10 +160,12 @@ def summary(results: Sequence[Result]) -> Table:
         "peak memory, MiB",
         "device",
         "compiled",
+        "checkpoint",
         "state",
     )
     rows: list[Sequence[Value]] = []
-    for group in groups.values():
+    for unordered in groups.values():
+        group = sorted(unordered, key=lambda result: result.seed)
         first = next((result for result in group if result.test is not None), group[0])
         states = Counter(result.state for result in group)
         failed = [str(result.seed) for result in group if result.failure]
@@ -166,8 +179,9 @@ def summary(results: Sequence[Result]) -> Table:
                 *(_unusual(first, field) for field in ("norm", "embedding")),
                 first.protocol,
                 first.origin,
-                ", ".join(str(seed) for seed in sorted(result.seed for result in group)),
+                ", ".join(str(result.seed) for result in group),
                 f"{len(failed)} of {len(group)}" + (f" ({', '.join(failed)})" if failed else ""),
+                _each([result.steps for result in group]),
                 _percent([result.test for result in group]),
                 _percent([result.validation for result in group]),
                 _floors(first.floors, tested=first.test is not None),
@@ -176,16 +190,19 @@ def summary(results: Sequence[Result]) -> Table:
                 _most([result.peak_memory for result in group]),
                 first.device,
                 "yes" if first.compiled else None,
+                _each([_digits(result) for result in group]),
                 ", ".join(f"{n} {state}" for state, n in states.items()),
             )
         )
-    kept = ("mixer", "recipe", "protocol", "data", "seeds", "failed seeds", "test accuracy, %")
+    kept = ["mixer", "recipe", "protocol", "data", "seeds", "failed seeds", "steps"]
+    kept += ["test accuracy, %", "checkpoint"]
     return Table(columns, rows).without_empty_columns(*kept)
 
 
 def every_run(results: Sequence[Result], directory: Path) -> Table:
     """A row a run, with its place under the directory, for programs; accuracies are shares."""
     columns = ["run", "task", "mixer", "recipe", "protocol", "data", "seed", "failed", "state"]
+    columns += ["steps", "checkpoint"]
     columns += ["test", "validation", "majority", "parameters", "seconds", "peak_mib", "device"]
     columns += ["begun_with", "compiled", "reach_before", "reach_after"]
     rows = [
@@ -199,6 +216,8 @@ def every_run(results: Sequence[Result], directory: Path) -> Table:
             result.seed,
             result.failure or "no",
             result.state,
+            result.steps,
+            _digits(result),
             result.test,
             result.validation,
             result.floors["majority"],
@@ -227,6 +246,15 @@ def _remarks(result: Result) -> list[str]:
     if result.content["data"].get("stand_in"):
         found.append(f"stand-in, not LRA: {result.content['data']['stand_in']}")
     return found
+
+
+def _digits(result: Result) -> str | None:
+    return None if result.checkpoint is None else result.checkpoint[:12]
+
+
+def _each(values: Sequence[Value]) -> Value:
+    """Of each seed, or once if it is the same of all."""
+    return values[0] if len(set(values)) == 1 else ", ".join(map(shown, values))
 
 
 def _percent(values: Sequence[float | None]) -> Value:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ CURVES = {"train_loss", "val_loss", "val_accuracy"}
 _LOSSES = ("val_loss", "val_denoise_loss")
 # what a run takes from its data, or what is told elsewhere
 _OF_THE_RUN = {"name", "task", "mixer", "phases", "max_length", "warmup", "validate_every"}
-_OF_THE_RUN |= {"seed", "stop_at"}
+_OF_THE_RUN |= {"seed", "stop_at", "protocol"}
 _UNKNOWN = "not recorded"
 
 
@@ -39,8 +39,13 @@ class Result:
         floors: Of the test set, or of the validation set where it was not tested.
         test, validation: Accuracies; the validation's is the best.
         samples: Of the set that ``floors`` is of.
-        state: "finished", "stopped early at step N", "cut at step N", or "unfinished"; and whether
-            it classifies nothing.
+        state: "finished", "stopped early at step N", "diverged at step N", "cut at step N", or
+            "unfinished"; and whether it classifies nothing, or was tested with another checkpoint
+            than its best.
+        finished: Whether it has made all its steps, or stopped early; no run that was cut, or
+            diverged.
+        steps: Those made.
+        checkpoint: SHA-256 of the best one.
         begun: What it began with where it had another run's weights: that one's mixer, and its data
             if that is other; what that one began with follows.
         compiled: Whether it was trained compiled.
@@ -60,6 +65,9 @@ class Result:
     validation: float | None
     samples: int
     state: str
+    finished: bool
+    steps: int | None
+    checkpoint: str | None
     device: str
     parameters: int | None
     seconds: float | None
@@ -158,6 +166,10 @@ def _result(path: Path, content: dict[str, Any]) -> Result:
     samples = int(data["samples"]["val"] if test is None else test["samples"])
     if samples < 1:
         raise ValueError("it has no samples")
+    checkpoint = fit.get("checkpoint")
+    if not isinstance(checkpoint, str | None):
+        raise ValueError(f"checkpoint must be a text, got {checkpoint!r}")
+    diverged = failure(content) == "diverged"
     floors = {name: float(x) for name, x in seen.get("floors", content["floors"]).items()}
     if "majority" not in floors:
         raise ValueError("its floors have no majority")
@@ -174,7 +186,10 @@ def _result(path: Path, content: dict[str, Any]) -> Result:
         test=None if test is None else float(test["accuracy"]),
         validation=fit["best"].get("val_accuracy") if fit else None,
         samples=samples,
-        state=_state(content["recipe"], fit),
+        state=_state(content, diverged=diverged),
+        finished=bool(fit.get("finished")) and not diverged,
+        steps=int(fit["steps"]) if "steps" in fit else None,
+        checkpoint=checkpoint,
         device=_device(str(content["device"]), int(fit.get("devices", 1))),
         parameters=int(content["parameters"]) if "parameters" in content else None,
         seconds=float(fit["seconds"]) if fit else None,
@@ -193,19 +208,25 @@ def _check_numbers(entry: dict[str, Any], *names: str) -> None:
 
 
 def _recipe(used: dict[str, Any]) -> str:
-    """A recipe's name, and the fields that are not as in the recipe of that name."""
+    """A recipe's name, and the fields that are not as in the recipe of that name today.
+
+    A field that a run of an older version has not recorded had its default.
+    """
     name = str(used["name"])
     if name not in RECIPES:
         return name
     ours = json.loads(json.dumps(asdict(RECIPES[name])))
+    since = {field.name: field.default for field in fields(Recipe) if field.default is not MISSING}
+    used = json.loads(json.dumps(since)) | used
     changed = [
         f"{field}={used[field]}"
         for field in ours
-        if field in used and field not in _OF_THE_RUN and used[field] != ours[field]
+        if field not in _OF_THE_RUN and used[field] != ours[field]
     ]
-    for field in ("batch_size", "lr", "decay"):
+    for field in ("steps", "batch_size", "lr", "decay"):
         values = [phase.get(field) for phase in used["phases"]]
-        if values != [phase[field] for phase in ours["phases"]]:
+        theirs = [phase[field] for phase in ours["phases"]]
+        if values != theirs and all(theirs):  # steps of a recipe in epochs are the data's
             changed.append(f"{field}={'/'.join(map(str, values))}")
     return f"{name} ({', '.join(changed)})" if changed else name
 
@@ -295,13 +316,27 @@ def _device(name: str, devices: int) -> str:
     return name if devices == 1 else f"{devices} × {name}"
 
 
-def _state(recipe: dict[str, Any], fit: dict[str, Any]) -> str:
+def _state(content: dict[str, Any], *, diverged: bool) -> str:
+    fit, test = content.get("fit", {}), content.get("test")
     state = "finished" if fit.get("finished") else "unfinished"
-    if fit.get("stopped_early"):
+    if diverged:
+        state = f"diverged at step {fit['history'][-1]['step']}"
+    elif fit.get("stopped_early"):
         state = f"stopped early at step {fit['steps']}"
-    elif fit and recipe.get("stop_at") and state == "unfinished":
+    elif fit and content["recipe"].get("stop_at") and state == "unfinished":
         state = f"cut at step {fit['steps']}"
-    return state if not fit or "val_accuracy" in fit["best"] else f"{state}, classifies nothing"
+    if fit and "val_accuracy" not in fit["best"]:
+        state += ", classifies nothing"
+    tested = _tested(fit, test) if test else None
+    return f"{state} (tested: {tested})" if tested else state
+
+
+def _tested(fit: dict[str, Any], test: dict[str, Any]) -> str | None:
+    """Which checkpoint, unless it is the best as far as is recorded."""
+    if test.get("checkpoint") == "last":
+        return "last checkpoint"
+    digests = {fit.get("checkpoint"), test.get("sha256")} - {None}
+    return "another checkpoint" if len(digests) > 1 else None
 
 
 def recipe_of(result: Result) -> Recipe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import sys
 import warnings
 from dataclasses import asdict
@@ -21,15 +22,22 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.callbacks.progress import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import fastattn
 from fastattn.lra.checkpoints import CheckpointFiles, digest, read_checkpoint
 from fastattn.lra.data import Data, Task
 from fastattn.lra.devices import hardware, is_first
-from fastattn.lra.encoder import reach, unused_fields
-from fastattn.lra.protocols import DEFAULT, protocol_of
+from fastattn.lra.encoder import reach
+from fastattn.lra.protocols import protocol_of
 from fastattn.lra.recipes import SOURCES, Recipe
-from fastattn.lra.requirements import check_lengths, check_whole_batches
+from fastattn.lra.requirements import (
+    check_lengths,
+    check_protocol,
+    check_same_run,
+    check_whole_batches,
+    protocol_in,
+)
 from fastattn.lra.tasks import TASKS
 from fastattn.lra.train import Classifier, check_vocabulary
 from fastattn.lra.transfer import begin_with, summary
@@ -78,34 +86,37 @@ def fit(
         The content of ``out/result.json``.
 
     Raises:
-        ValueError: The run exists already, there is nothing to resume, or the run was started
-            with other data, another mixer or another recipe.
+        ValueError: The run exists already, there is nothing to resume, the run was started with
+            other data, another mixer or another recipe, or the recipe is for another protocol.
     """
     task = TASKS[task_name]
     last = out / "checkpoints" / "last.ckpt"
-    if resume and not (out / "result.json").is_file():
+    if resume and out.is_dir() and is_new(out):
+        resume = False  # it was killed before it had written anything
+    elif resume and not (out / "result.json").is_file():
         raise ValueError(f"nothing to resume: {out / 'result.json'} does not exist")
     begun = resume and last.is_file()
     # where several processes train, the others find what the first has written
-    if not resume and is_first() and out.exists() and any(out.iterdir()):
+    if not resume and is_first() and not is_new(out):
         raise ValueError(f"{out} is not empty: name another directory, or go on with --resume")
     cores = (os.cpu_count() or 1) // max(1, devices)
     workers = (min(8, cores) if cores > 2 else 0) if workers is None else workers
     if workers < 0:
         raise ValueError(f"workers must be at least 0, got {workers}")
     if resume and protocol is None:
-        protocol = _protocol(_read_result(out))
+        protocol = protocol_in(_read_result(out))
+    check_protocol(recipe, protocol)
     splits = task.load(data_dir, protocol)
     longest = max(int(split.lengths.max()) for split in splits.values())
     recipe = recipe.on(len(splits["train"]), longest)
     trainer_options = hardware(recipe, devices, nodes)
     check_lengths(longest, recipe, mixer)
-    if recipe.norm == "batch" and "norm" not in unused_fields(mixer):
+    if recipe.norm == "batch" and "norm" not in recipe.unused_for(mixer):
         check_whole_batches(splits, recipe, devices * nodes)
     result = _describe(task, data_dir, splits, recipe, mixer) | {"compiled": compiled}
     if resume:
         before = _read_result(out)
-        _check_same_run(out, before, result)
+        check_same_run(out, before, result)
         began = before.get("begin")
         if begin is not None and (began is None or began["run"] != str(begin.resolve())):
             raise ValueError(f"{out} was not begun with {begin}: leave --from out to go on")
@@ -122,12 +133,8 @@ def fit(
     lightning.seed_everything(recipe.seed, verbose=False)
     model = Classifier(task, recipe, mixer, splits, workers)
     result["parameters"] = sum(p.numel() for p in model.parameters())
-    result["groups"] = [
-        {"decay": group["weight_decay"], "tensors": len(ps), "numbers": sum(p.numel() for p in ps)}
-        for group in model.encoder.parameter_groups(recipe.weight_decay)
-        for ps in [group["params"]]
-    ]
-    result["unused"] = unused_fields(mixer)
+    result["groups"] = _groups(model)
+    result["unused"] = recipe.unused_for(mixer)
     result["reach"] = reach(model.encoder)
     if compiled and not recipe.classifies:
         raise ValueError("a run that only denoises is not compiled: leave compile out")
@@ -137,6 +144,10 @@ def fit(
         result |= begin_with(model, begin, _read_result(begin))
         if is_first():
             print(summary(result["transfer"]))
+    if is_first():
+        print(f"{'parameters':10} {'decay':>8} {'tensors':>8} {'numbers':>12}")
+        for group in result["groups"]:
+            print("{group:10} {decay:8g} {tensors:8} {numbers:12}".format(**group))
     out.mkdir(parents=True, exist_ok=True)
     write(out / "result.json", result)
 
@@ -178,7 +189,13 @@ def fit(
     )
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    trainer.fit(model, ckpt_path=last if begun else None, weights_only=True)
+    try:
+        trainer.fit(model, ckpt_path=last if begun else None, weights_only=True)
+    except SIGTERMException as end:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # Lightning kills it where another fails
+            end.code = 128 + signal.SIGTERM
+        raise
+    model.watch_waiting()
 
     chosen = out / "checkpoints" / "best.ckpt"
     choose = max if mode == "max" else min
@@ -241,7 +258,7 @@ def evaluate(
         ValueError: The run is incomplete, or its vocabulary is another one.
     """
     result = _read_result(run)
-    task, protocol = TASKS[result["task"]], protocol or _protocol(result)
+    task, protocol = TASKS[result["task"]], protocol or protocol_in(result)
     which = "last" if task.name in protocol_of(protocol).last_checkpoint else "best"
     path = run / "checkpoints" / f"{which}.ckpt"
     if not path.is_file():
@@ -333,6 +350,25 @@ def plot_curve(run: Path) -> Path:
     return path
 
 
+def is_new(out: Path) -> bool:
+    """Whether nothing is there, or only what a kill before the first result leaves."""
+    return not out.exists() or {path.name for path in out.iterdir()} <= {"result.json.part"}
+
+
+def _groups(model: Classifier) -> list[dict[str, Any]]:
+    """What the optimiser is given: each parameter is in one group."""
+    groups = model.encoder.parameter_groups(model.recipe.weight_decay)
+    return [
+        {
+            "group": name,
+            "decay": group["weight_decay"],
+            "tensors": len(group["params"]),
+            "numbers": sum(p.numel() for p in group["params"]),
+        }
+        for name, group in zip(("matrices", "vectors"), groups, strict=True)
+    ]
+
+
 def _describe(
     task: Task, data_dir: Path, splits: Data, recipe: Recipe, mixer: str
 ) -> dict[str, Any]:
@@ -394,32 +430,6 @@ def _read_result(run: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged or was edited: {error}") from None
     return result
-
-
-def _protocol(result: dict[str, Any]) -> str:
-    """The protocol of a run; those from before there were any have the default."""
-    name: str = result["data"].get("protocol", DEFAULT.name)
-    return name
-
-
-def _check_same_run(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    same = json.loads(json.dumps(now))
-    for key in ("task", "mixer", "positions", "vocabulary"):
-        if before[key] != same[key]:
-            raise ValueError(f"{out} was started with {key} {before[key]!r}, not {same[key]!r}")
-    if before.get("compiled", False) != same["compiled"]:
-        how = ("without", "with") if same["compiled"] else ("with", "without")
-        raise ValueError(f"{out} was started {how[0]} compile, not {how[1]} it")
-    if _protocol(before) != _protocol(same):
-        raise ValueError(
-            f"{out} was started with protocol {_protocol(before)!r}, not {_protocol(same)!r}"
-        )
-    if before["data"]["fingerprints"] != same["data"]["fingerprints"]:
-        raise ValueError(f"{out} was started with other data than {now['data']['directory']}")
-    recipe = json.loads(json.dumps(asdict(Recipe.from_dict(before["recipe"]))))
-    differing = [key for key, x in same["recipe"].items() if key != "stop_at" and recipe[key] != x]
-    if differing:
-        raise ValueError(f"{out} was started with another recipe: {', '.join(differing)} differ")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from fastattn.lra.analysis import mean_and_spread
 from fastattn.lra.recipe import Recipe
 from fastattn.lra.results import failure
-from fastattn.lra.runs import OF_TEST, evaluate, fit, write
+from fastattn.lra.runs import OF_TEST, evaluate, fit, is_new, write
 
 _DENOISING = "val_denoise_loss"
 _MEASURES = ("val_accuracy", _DENOISING, "test_accuracy")
@@ -47,7 +47,8 @@ def fit_seeds(
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be at least one, each once, got {seeds}")
-    if not resume and out.exists() and any(out.iterdir()):
+    found = out.iterdir() if out.exists() else ()
+    if not resume and not all(path.is_dir() and is_new(path) for path in found):
         raise ValueError(f"{out} is not empty: name another directory, or go on with --resume")
     for seed in seeds:
         run = out / f"seed-{seed}"

@@ -40,7 +40,7 @@ class Table:
 
     def markdown(self) -> str:
         """A pipe table: floats with two decimals, numbers on the right, None as a dash."""
-        cells = [[escape(_shown(value)) for value in row] for row in self.rows]
+        cells = [[escape(shown(value)) for value in row] for row in self.rows]
         rules = [
             "--:" if values and all(isinstance(x, int | float | None) for x in values) else "---"
             for values in (list(column) for column in zip(*self.rows, strict=True))
@@ -70,7 +70,8 @@ def write_text(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _shown(value: Value) -> str:
+def shown(value: Value) -> str:
+    """As in a cell: floats with two decimals, None as a dash."""
     if value is None:
         return "–"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

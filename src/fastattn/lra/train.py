@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.lra.analysis import chance_losses
 from fastattn.lra.augmentations import augmentation
 from fastattn.lra.data import Batch, BatchStream, Split, Task
 from fastattn.lra.devices import is_first
@@ -25,6 +24,7 @@ from fastattn.nn import redraw_projections
 
 CHANCE = 0.002  # nats from a loss that needs no input
 CHANCE_STEPS = 20  # fewer do not tell
+WAIT, WAIT_SECONDS = 0.03, 60  # share of the training time; fewer seconds do not tell
 
 
 class Classifier(lightning.LightningModule):
@@ -278,7 +278,8 @@ class Classifier(lightning.LightningModule):
         told = any(text.startswith("stuck at chance") for text in self.warnings)
         if told or steps < CHANCE_STEPS or self.global_step < 0.1 * self.recipe.steps:
             return
-        for name, chance in chance_losses(self.splits["train"], self.task.num_classes).items():
+        number, _ = self.recipe.phase_at(self.global_step - 1)  # whose steps the loss is of
+        for name, chance in self.task.chance(self._stream(number).split).items():
             if abs(loss - chance) <= CHANCE:
                 self._warn(
                     f"stuck at chance: at step {self.global_step} of {self.recipe.steps} the "
@@ -287,6 +288,15 @@ class Classifier(lightning.LightningModule):
                     "easier or shorter samples, or look at the data with fastattn-lra verify"
                 )
                 return
+
+    def watch_waiting(self) -> None:
+        """Say, after the run, that it waited for data for a share of its time that matters."""
+        share = self.waited / self.seconds
+        if share > WAIT and self.seconds >= WAIT_SECONDS:
+            self._warn(
+                f"{share:.1%} of the training time was spent waiting for data: take more loader "
+                f"processes by --workers, here {self.workers}, up to one a core"
+            )
 
     def _watch_plateau(self, loss: float) -> None:
         phase, _ = self.recipe.phase_at(self.global_step)

@@ -1,4 +1,4 @@
-"""Analyses of runs, each a table in Markdown and CSV, and most of them a picture.
+"""Analyses of runs, each a table in Markdown and CSV, and a picture.
 
 Some need only what a run has recorded; others its data, its best weights, or a GPU. What does not
 apply to a run is said in a line and leaves the other runs alone.
@@ -33,7 +33,7 @@ ANALYSES: dict[str, Callable[[Runs, Options], Analysis]] = {
 def analyze(
     paths: Sequence[Path], out: Path, what: Sequence[str] | None, options: Options
 ) -> list[str]:
-    """Run analyses and write ``NAME.md``, ``NAME.csv`` and, of most, ``NAME.png``.
+    """Run analyses and write ``NAME.md``, ``NAME.csv`` and ``NAME.png``.
 
     Args:
         paths: Run directories.
@@ -82,14 +82,11 @@ def _write(name: str, analysis: Analysis, runs: Runs, out: Path) -> list[str]:
     ]
     parts = [f"# {title}\n", escape(text) + "\n", "".join(about), analysis.table.markdown()]
     parts.append("".join(f"- {escape(note)}\n" for note in analysis.notes.lines()))
-    files = [f"{name}.md", f"{name}.csv"]
-    if analysis.draw is not None:
-        analysis.draw(out / f"{name}.png")
-        files.append(f"{name}.png")
-        parts.append(f"![{title}]({name}.png)\n")
+    analysis.draw(out / f"{name}.png")
+    parts.append(f"![{title}]({name}.png)\n")
     write_text(out / f"{name}.md", "\n".join(filter(None, parts)))
     write_text(out / f"{name}.csv", (analysis.points or analysis.table).csv())
-    return files
+    return [f"{name}.md", f"{name}.csv", f"{name}.png"]
 
 
 def _about(run: Result) -> str:

@@ -89,5 +89,5 @@ class Analysis:
 
     table: Table
     notes: Notes
+    draw: Callable[[Path], None]
     points: Table | None = None
-    draw: Callable[[Path], None] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from fastattn.lra.analyses.common import Analysis, Notes, Options, Runs
 from fastattn.lra.analysis import step_seconds
 from fastattn.lra.data import BatchStream
 from fastattn.lra.encoder import reach
-from fastattn.lra.figures import draw_panels
+from fastattn.lra.figures import draw_intervals, draw_panels, draw_rows
 from fastattn.lra.results import Result, recipe_of
 from fastattn.lra.tables import Table, Value
 
@@ -27,6 +28,8 @@ def receptive_field(runs: Runs, options: Options) -> Analysis:
     """
     notes = Notes(runs)
     rows: list[Sequence[Value]] = []
+    added: dict[str, tuple[int, int]] = {}
+    measured: dict[str, tuple[int, int]] = {}
     for label, run in runs.items():
         with notes.of(label):
             limits = reach(measure.model_of(run))
@@ -34,14 +37,19 @@ def receptive_field(runs: Runs, options: Options) -> Analysis:
             if limits is None or seen is None:
                 raise ValueError("the reach of the mixer has no limit")
             longest = run.content["data"].get("max_length")
-            rows.append(
-                (label, *limits, sum(limits) + 1, -min(seen), max(seen), len(seen), longest)
-            )
+            added[label], measured[label] = limits, (-min(seen), max(seen))
+            rows.append((label, *limits, sum(limits) + 1, *measured[label], len(seen), longest))
             if len(seen) != sum(limits) + 1:
                 notes.add(label, "rounding hides the gradient of the outermost tokens")
     columns = ["run", "before", "after", "tokens", "measured before", "measured after"]
     columns += ["measured tokens", "longest document"]
-    return Analysis(Table(columns, rows).without_empty_columns(), notes)
+    return Analysis(
+        Table(columns, rows).without_empty_columns(),
+        notes,
+        draw=lambda path: draw_intervals(
+            path, added, measured, x="tokens before and after that can change one"
+        ),
+    )
 
 
 def memory(runs: Runs, options: Options) -> Analysis:
@@ -99,8 +107,8 @@ def speed(runs: Runs, options: Options) -> Analysis:
     """Parameters and speed
 
     Recorded: the median over the stretches between validations of the run's last phase, loading
-    included; the training until it stopped, without the validations. Measured: the median
-    synchronised step, after a warm-up, on batches of its training set, on this machine.
+    included; of a finished run the training until it stopped, without the validations. Measured:
+    the median synchronised step, after a warm-up, on batches of its training set, on this machine.
     """
     notes = Notes(runs)
     rows: list[Sequence[Value]] = []
@@ -111,6 +119,10 @@ def speed(runs: Runs, options: Options) -> Analysis:
             size = recipe.phases[-1].batch_size
             epoch = -(-run.content["data"]["samples"]["train"] // size)
             recorded = step_seconds(run.history, sum(x.steps for x in recipe.phases[:-1]))
+            end = (run.seconds, run.steps) if run.finished else (None, None)
+            if not run.finished and run.steps is not None:
+                why = f"{run.state}: its time of training and last step are no finished run's"
+                notes.add(label, why)
             measured = None
             try:
                 split = measure.data_of(run, options.data_dir)["train"]
@@ -135,8 +147,7 @@ def speed(runs: Runs, options: Options) -> Analysis:
                     None if recorded is None else epoch * recorded,
                     run.device,
                     None if run.test is None else 100 * run.test,
-                    run.seconds,
-                    run.content.get("fit", {}).get("steps"),
+                    *end,
                     *(measured or (None,) * 5),
                 )
             )
@@ -144,7 +155,24 @@ def speed(runs: Runs, options: Options) -> Analysis:
     columns += ["recorded on", "test accuracy, %", "training, s", "stopped at step"]
     columns += ["measured batch", "measured step, ms", "measured epoch, s"]
     columns += ["measured peak, MiB", "measured on"]
-    return Analysis(Table(columns, rows).without_empty_columns(), notes)
+    table = Table(columns, rows).without_empty_columns()
+    names = [str(row[0]) for row in rows]
+    return Analysis(table, notes, draw=lambda path: draw_rows(path, names, _bars(table)))
+
+
+def _bars(table: Table) -> dict[str, list[Any]]:
+    """Of the table of speeds: the step, as measured or else as recorded, and the parameters."""
+    found = {name: [row[i] for row in table.rows] for i, name in enumerate(table.columns)}
+    bars: dict[str, list[Any]] = {}
+    for kind, batches in (("measured", "measured batch"), ("recorded", "batch")):
+        steps = found.get(f"{kind} step, ms")
+        if steps and not bars:
+            where = {x for x, step in zip(found[f"{kind} on"], steps, strict=True) if step}
+            of = {x for x, step in zip(found[batches], steps, strict=True) if step}
+            batch = f"batch {of.pop()}" if len(of) == 1 else "of different batches"
+            place = where.pop() if len(where) == 1 else "different devices"
+            bars[f"{kind} step, ms\n{batch}, {place}"] = steps
+    return bars | {"parameters": found["parameters"]}
 
 
 def _not_timed(run: Result) -> list[str]:

@@ -48,8 +48,8 @@ def curves(runs: Runs, options: Options) -> Analysis:
     return Analysis(
         Table((*columns, "test accuracy, %"), rows).without_empty_columns(),
         notes,
-        Table(("run", *names), points),
         lambda path: draw_curves(path, histories, floors[0] if alike else {}),
+        Table(("run", *names), points),
     )
 
 

@@ -42,7 +42,7 @@ def find(data_dir: str | os.PathLike[str]) -> Path:
             return files.locate(data_dir, folder, names)
         except ValueError as error:
             errors.append(error)
-    raise next((error for error in errors if "lacks" in str(error)), errors[0])
+    raise next((error for error in errors if not isinstance(error, files.NotHereError)), errors[0])
 
 
 def load(data_dir: str | os.PathLike[str], protocol: str | None = None) -> Data:

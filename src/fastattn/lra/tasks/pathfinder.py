@@ -95,7 +95,7 @@ def generate_pathx(
     ease: float | None = None,
     workers: int | None = None,
 ) -> None:
-    """Write Path-X: :func:`generate` with 128 x 128 pixels, hard."""
+    """Write Path-X, the hard set of 128 x 128 pixels, by ``generate``."""
     generate(
         out,
         seed=seed,
@@ -195,6 +195,12 @@ class Pathfinder(Classes):
             best = max(rank.values())
             if best != (0, 0):
                 return size, [place for place in found if rank[place] == best]
+            for folder in (place / name for place in found for name in SETS.values()):
+                if (folder / "imgs").is_dir() or (folder / "metadata").is_dir():
+                    raise ValueError(
+                        f"{folder} has one of imgs and metadata, and lacks the other: it was "
+                        "unpacked in part"
+                    )
         name = f"pathfinder{self.sizes[0]}"
         raise files.not_found(
             data_dir, f"{name}/curv_*/imgs and metadata", files.places(data_dir, name)
@@ -234,6 +240,12 @@ class Pathfinder(Classes):
             counts = {SETS[s]: len(x.labels) + x.empty for s, x in zip(sets, images, strict=True)}
             notes += differing(counts, dict.fromkeys(counts, _PUBLIC))
         splits = self._split(images, chosen, record)
+        wanted = len(images[-1].labels) - len(splits["val"]) - len(splits["test"])
+        notes += [
+            f"trained on all {len(x.labels)} images of {SETS[s]}, not on {wanted}: it has no more"
+            for s, x in zip(sets, images, strict=True)
+            if len(x.labels) < wanted
+        ]
         return files.describe(
             splits,
             last,
@@ -268,7 +280,7 @@ class Pathfinder(Classes):
 
 @dataclass(frozen=True)
 class PathX(Pathfinder):
-    """Path-X as a ``Task``: 128 x 128 pixels, the hard set under every protocol."""
+    """Path-X as a ``Task``: 128 x 128 pixels, the hard set but under ``easy``, ``intermediate``."""
 
     name: str = "pathx"
     sizes: tuple[int, ...] = (128,)
@@ -276,7 +288,7 @@ class PathX(Pathfinder):
     generate: ClassVar[Callable[..., None]] = staticmethod(generate_pathx)
 
     def sets(self, protocol: Protocol) -> tuple[str, ...]:
-        return ("hard",)
+        return protocol.pathfinder_sets if protocol.name in SETS else ("hard",)
 
 
 PATHFINDER = Pathfinder()

@@ -50,6 +50,14 @@ def find(data_dir: str | os.PathLike[str]) -> Path:
         if missing:
             raise ValueError(f"{place} holds reviews but lacks {', '.join(missing)}")
         return place
+    for path in (path for place in found for path in sorted(place.glob("*.[ct]sv"))):
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            if None not in _columns(file.readline(1000).split(_delimiter(path))):
+                raise ValueError(
+                    f"{path} is one table of reviews, which does not say which are for the test: "
+                    "fetch aclImdb, which does, or cut it into train.csv and test.csv, for scores "
+                    "that compare with no others"
+                )
     wanted = "train/pos, train/neg, test/pos, test/neg with .txt files, or train.csv and test.csv"
     raise files.not_found(data_dir, f"{wanted} (aclImdb)", found)
 
@@ -130,15 +138,27 @@ def _table(folder: Path, name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def _delimiter(path: Path) -> str:
+    return "," if path.suffix == ".csv" else "\t"
+
+
+def _columns(header: list[str]) -> tuple[int | None, int | None]:
+    """Where the text is, and the label."""
+    names = [name.strip().strip('"').lower() for name in header]
+    text, label = (
+        next((names.index(name) for name in wanted if name in names), None)
+        for wanted in (_TEXT, _LABEL)
+    )
+    return text, label
+
+
 def _rows(path: Path) -> Iterator[Review]:
     quoting = csv.QUOTE_MINIMAL if path.suffix == ".csv" else csv.QUOTE_NONE
-    delimiter = "," if path.suffix == ".csv" else "\t"
     with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, delimiter=delimiter, quoting=quoting, strict=True)  # type: ignore[arg-type]
+        rows = csv.reader(file, delimiter=_delimiter(path), quoting=quoting, strict=True)  # type: ignore[arg-type]
         try:
-            header = [name.strip().lower() for name in next(rows, [])]
-            text = next((header.index(name) for name in _TEXT if name in header), None)
-            label = next((header.index(name) for name in _LABEL if name in header), None)
+            header = next(rows, [])
+            text, label = _columns(header)
             if text is None or label is None:
                 raise ValueError(f"expected the columns text and label, got {header}"[:300])
             for row in rows:
