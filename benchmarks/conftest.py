@@ -42,6 +42,7 @@ def pytest_configure():
     """
     if DEVICE == "cuda" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)  # more would take turns on that core, long after their work
 
 
 def pytest_benchmark_generate_machine_info():
