@@ -102,9 +102,61 @@ def test_gpus_that_do_not_answer_are_reported_and_no_error(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/no/such/folder")
     assert env.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["gpus"] == ["none: CUDA error: uncorrectable ECC error"] * 2
-    assert found["cudnn"] == "none: CUDA error: uncorrectable ECC error"
+    assert found["gpus"] == ["none: CUDA error: uncorrectable ECC error (RuntimeError)"] * 2
+    assert found["cudnn"] == "none: CUDA error: uncorrectable ECC error (RuntimeError)"
     assert "nvidia-smi" in found["nvidia driver"]
     if DEVICE == "cpu":
         assert found["backends"]["every op"]["cuda"].startswith("no: ")
     assert env.main([]) == 0
+
+
+LIBRARIES = {"triton", "lightning (extra lra)", "transformers", "timm"}
+# what fails, and the parts of the report that then have no answer
+BROKEN = {
+    "git": (env, "_said", {"fastattn", "nvidia driver"}),
+    "python": (env.platform, "python_version", {"python"}),
+    "platform": (env.platform, "platform", {"platform"}),
+    "abi": (torch, "compiled_with_cxx11_abi", {"torch c++11 abi"}),
+    "cudnn": (torch.backends.cudnn, "version", {"cudnn"}),
+    "driver": (env, "_driver", {"nvidia driver"}),
+    "libraries": (env.util, "find_spec", LIBRARIES),
+    "triton driver": (env, "_triton_driver", {"triton driver"}),
+    "cuda": (torch.cuda, "is_available", {"gpus", "backends"}),
+    "count": (env, "_gpus", {"gpus"}),
+    "native part": (_native, "refusal", {"native part", "backends"}),
+    "what was built": (_native, "built", {"native part"}),
+    "environment": (env, "_environment", {"environment"}),
+    "inputs": (env, "_calls", {"backends"}),
+    "an op": (env, "refusals", {"backends"}),
+    "backends": (env, "_all_backends", {"backends"}),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_part_that_fails_as_nobody_foresaw_is_a_line_and_no_error(case, monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("out of\norder")
+
+    monkeypatch.setattr(env, "_said", lambda command: "1.2")  # which are here or not
+    monkeypatch.setattr(env, "_triton_driver", lambda: "cuda 90")
+    *where, parts = BROKEN[case]
+    monkeypatch.setattr(*where, broken)
+    assert env.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    why = "out of order (ZeroDivisionError)"
+    failed = {name for name, part in found.items() if why in json.dumps(part)}
+    assert failed == parts
+    assert found.keys() == env.report().keys()
+    assert env.main([]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert sum(why in line for line in lines) >= len(parts)
+    assert all(": " in line or line.endswith(":") for line in lines)
+    assert last.startswith("for an issue: fastattn ")
+
+
+def test_bytes_that_are_no_text_are_printed():
+    name, value = b"FASTATTN_ODD", b"\xff"
+    command = [sys.executable, "-m", "fastattn.env"]
+    done = subprocess.run(command, capture_output=True, env=os.environb | {name: value})
+    assert done.returncode == 0
+    assert b"  FASTATTN_ODD: \\udcff" in done.stdout

@@ -239,10 +239,24 @@ def test_a_model_of_timms_own_list_at_its_real_width(mechanism, device):
         assert parameter.grad.isfinite().all(), name
 
 
-def test_it_compiles_whole(device):
+COMPILED = {
+    "performer": {"num_features": 16},
+    "bigbird": {"block_size": 16},
+    "linformer": {"slots": 8},
+}
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "bigbird", "linformer"])
+def test_it_compiles_whole_forward_and_backward(mechanism, device, compiler):
     torch._dynamo.reset()
-    model, x = vit(device), images(device=device)
-    convert(model, "performer", num_features=16)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x))
+    model, x = vit(device, depth=2), images(device=device)
+    assert len(convert(model, mechanism, **COMPILED.get(mechanism, {}))) == 2
+    found = []
+    for run in (torch.compile(model, fullgraph=True, backend=compiler), model):
+        model.zero_grad()
+        out = run(x)
+        out.square().sum().backward()
+        found.append([out, *(parameter.grad for parameter in model.parameters())])
+    assert found[1][0].abs().max() > 0.1
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module, metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,43 +22,69 @@ import fastattn
 from fastattn import _native, ops
 from fastattn._backend import refusals
 
+T = TypeVar("T")
+
 
 def report() -> dict[str, Any]:
-    """Versions, devices and, for every op, what each backend says here; plain data, for JSON."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Versions, devices and, for every op, what each backend says here; plain data, for JSON.
+
+    Each part that fails says why instead, whatever it is: a report is asked for where something
+    is out of order.
+    """
+    parts: dict[str, Callable[[], Any]] = {
+        "fastattn": lambda: fastattn.__version__ + _commit(),
+        "python": platform.python_version,
+        "platform": platform.platform,
+        "torch": lambda: torch.__version__,
+        "torch cuda": lambda: torch.version.cuda or "none: built without CUDA",
+        "torch c++11 abi": lambda: str(torch.compiled_with_cxx11_abi()),
+        "cudnn": lambda: str(torch.backends.cudnn.version() or "none"),
+        "nvidia driver": _driver,
+        "triton": partial(_version, "triton"),
+        "triton driver": _triton_driver,
+        "lightning (extra lra)": partial(_version, "lightning"),
+        "transformers": partial(_version, "transformers"),
+        "timm": partial(_version, "timm"),
+        "gpus": _gpus,
+        "native part": _native_part,
+        "environment": _environment,
+        "backends": _all_backends,
+    }
+    return {name: _or_why(ask) for name, ask in parts.items()}
+
+
+def _or_why(ask: Callable[[], T], no: str = "none") -> T | str:
+    """What it answers, or in a line why there is no answer: whatever a driver says of not being
+    there, and what nobody has thought of."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"{no}: {' '.join(str(error).split())} ({type(error).__name__})"
+
+
+def _native_part() -> dict[str, str]:
+    runs = {f"on {x}": _or_why(partial(_native.refusal, x)) or "runs" for x in ("cpu", "cuda")}
+    built = _or_why(_native.built)
+    if isinstance(built, str):
+        return {**runs, "built": built}
+    return {**runs, **{f"built: {name}": str(x) for name, x in built.items() if x != ""}}
+
+
+def _environment() -> dict[str, str]:
     return {
-        "fastattn": fastattn.__version__ + _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "torch cuda": torch.version.cuda or "none: built without CUDA",
-        "torch c++11 abi": str(torch.compiled_with_cxx11_abi()),
-        "cudnn": _or_why(lambda: str(torch.backends.cudnn.version() or "none")),
-        "nvidia driver": _or_why(_driver),
-        "triton": _version("triton"),
-        "triton driver": _or_why(_triton_driver),
-        "lightning (extra lra)": _version("lightning"),
-        "transformers": _version("transformers"),
-        "timm": _version("timm"),
-        "gpus": _gpus(),
-        "native part": {
-            **{f"on {x}": _native.refusal(x) or "runs" for x in ("cpu", "cuda")},
-            **{f"built: {name}": str(x) for name, x in _native.built().items() if x != ""},
-        },
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(("FASTATTN_", "TRITON_")) or name == "CUDA_VISIBLE_DEVICES"
-        },
-        "backends": _all_backends(device),
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("FASTATTN_", "TRITON_")) or name == "CUDA_VISIBLE_DEVICES"
     }
 
 
-def _all_backends(device: str) -> dict[str, dict[str, str]]:
-    try:
-        return {op: _backends(call) for op, call in _calls(device).items()}
-    except Exception as error:  # a device that is there, and does not work
-        return {"every op": {device: f"no: {error}"}}
+def _all_backends() -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    calls = _or_why(partial(_calls, device), "no")
+    if isinstance(calls, str):  # a device that is there, and does not work
+        return {"every op": {device: calls}}
+    found = {op: _or_why(partial(_backends, call), "no") for op, call in calls.items()}
+    return {op: {device: x} if isinstance(x, str) else x for op, x in found.items()}
 
 
 def _calls(device: str) -> dict[str, Callable[[], Any]]:
@@ -97,12 +124,13 @@ def _commit() -> str:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return ""
-    try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return f" (commit {done.stdout.strip()})"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    return f" (commit {_or_why(partial(_said, command))})"
+
+
+def _said(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 def _version(name: str) -> str:
@@ -124,17 +152,8 @@ def _triton_driver() -> str:
 
 def _driver() -> str:
     """The version of the GPUs' driver."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    return ", ".join(sorted(set(done.stdout.split()))) or "none: nvidia-smi lists no GPU"
-
-
-def _or_why(ask: Callable[[], str]) -> str:
-    """What it answers, or why there is no answer: whatever a driver says of not being there."""
-    try:
-        return ask()
-    except Exception as error:
-        return f"none: {error}"
+    versions = _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return ", ".join(sorted(set(versions.split()))) or "none: nvidia-smi lists no GPU"
 
 
 def _gpus() -> list[str]:
@@ -153,32 +172,36 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the report; always exits with 0."""
     parser = argparse.ArgumentParser(prog="python -m fastattn.env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args(arguments).json
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a variable may hold any bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
     found = report()
-    if parser.parse_args(arguments).json:
+    if as_json:
         print(json.dumps(found, indent=2))
         return 0
-    backends = found.pop("backends")
-    for key, value in found.items():
-        if isinstance(value, dict):
-            print(f"{key}:" + ("" if value else " none"))
-            for name, entry in value.items():
-                print(f"  {name}: {entry}")
-        else:
-            print(f"{key}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
-    print("backends:")
-    for op, answers in backends.items():
-        print(f"  {op}:")
-        for name, answer in answers.items():
-            print(f"    {name}: {answer}")
-    runs = "; ".join(
-        f"{op} {next((n for n, x in answers.items() if x == 'runs'), 'none')}"
-        for op, answers in backends.items()
-    )
+    for name, part in found.items():
+        print("\n".join(_lines(name, part)))
+    gpus, backends = found["gpus"], found["backends"]
+    runs = backends
+    if isinstance(backends, dict):
+        runs = "; ".join(
+            f"{op} {next((n for n, x in answers.items() if x == 'runs'), 'none')}"
+            for op, answers in backends.items()
+        )
     print(
         f"for an issue: fastattn {found['fastattn']}, torch {found['torch']}, triton "
-        f"{found['triton']}, {', '.join(found['gpus']) or 'no GPU'}, {found['platform']}: {runs}"
+        f"{found['triton']}, {gpus if isinstance(gpus, str) else ', '.join(gpus) or 'no GPU'}, "
+        f"{found['platform']}: {runs}"
     )
     return 0
+
+
+def _lines(name: str, part: Any, indent: str = "") -> list[str]:
+    """A part of the report as text; a table's entries are indented."""
+    if isinstance(part, dict):
+        below = [line for key, x in part.items() for line in _lines(key, x, indent + "  ")]
+        return [f"{indent}{name}:" + ("" if part else " none"), *below]
+    return [f"{indent}{name}: {', '.join(part) or 'none' if isinstance(part, list) else part}"]
 
 
 if __name__ == "__main__":
