@@ -6,13 +6,22 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from test_mechanisms import Counter
+from test_mechanisms import Counter, takes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
-from fastattn import MECHANISMS, LinearAttention, PerformerAttention, convert, revert
+from fastattn import (
+    MECHANISMS,
+    BigBirdAttention,
+    LinearAttention,
+    LinformerAttention,
+    PerformerAttention,
+    convert,
+    revert,
+)
+from fastattn.nn import number_layers, redraw_projections
 
 OPTIONS = {
     "bigbird": {"block_size": 16},
@@ -71,8 +80,13 @@ def test_the_output_changes_and_comes_back_exactly():
 )
 def test_nothing_of_ours_is_left_in_a_module_that_came_back(mechanism, options):
     model, stock = nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2)
+    before = dict(model.named_parameters())
     convert(model, mechanism, **options)
+    assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
     revert(model)
+    after = dict(model.named_parameters())
+    assert [*after] == [*before]
+    assert all(after[name] is parameter for name, parameter in before.items())
     assert type(model) is nn.MultiheadAttention
     assert vars(model).keys() == vars(stock).keys()
     for what in ("_parameters", "_buffers", "_modules"):
@@ -116,19 +130,40 @@ def test_a_converted_model_copies_and_pickles():
     assert torch.equal(run(pickle.loads(pickle.dumps(model))), want)
 
 
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_model_trained_where_it_was_converted_gives_back_its_parameters(mechanism, device):
+    model = transformer().to(device)
+    parameters = dict(model.named_parameters())
+    filter = "encoder.*" if mechanism == "bigbird" else None  # which has no cross-attention
+    swapped = convert(model, mechanism, filter=filter, **OPTIONS.get(mechanism, {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    source, target = torch.randn(2, 6, 16, device=device), torch.randn(2, 4, 16, device=device)
+    pad = torch.tensor([[False] * 6, [False] * 4 + [True] * 2], device=device)
+    masks = {"src_key_padding_mask": pad, "memory_key_padding_mask": pad}
+    if takes(mechanism, "causal"):
+        masks["tgt_mask"] = nn.Transformer.generate_square_subsequent_mask(4, device=device)
+    model(source, target, **masks).square().sum().backward()
+    optimizer.step()
+    assert revert(model) == swapped
+    after = dict(model.named_parameters())
+    assert [*after] == [*parameters]
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+    assert all(parameter.grad.isfinite().all() for parameter in after.values())
+
+
 @pytest.mark.parametrize("pickled", [False, True], ids=["converted", "pickled"])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_a_padded_converted_encoder_is_called_and_gets_its_mask_in_eval(
-    monkeypatch, mechanism, pickled
+    monkeypatch, mechanism, pickled, device
 ):
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2)
+    model = nn.TransformerEncoder(layer, 2).to(device)
     convert(model, mechanism, **OPTIONS.get(mechanism, {}))
     if pickled:
         model = pickle.loads(pickle.dumps(model))
     counter = Counter(monkeypatch, MECHANISMS[mechanism])
-    x = torch.randn(2, 6, 16)
-    pad = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    x = torch.randn(2, 6, 16, device=device)
+    pad = torch.tensor([[False] * 6, [False] * 4 + [True] * 2], device=device)
     model.eval()
     with torch.no_grad():
         out = model(x, src_key_padding_mask=pad)
@@ -183,6 +218,58 @@ def test_what_cannot_be_converted_says_why_and_changes_nothing():
     assert model.encoder.use_nested_tensor is True
 
 
+def outline(model):
+    """What must be the same after an error: classes, attributes and the very tensors."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    modules = {n: (type(m), {*vars(m)}) for n, m in model.named_modules()}
+    return modules, [(n, id(x)) for n, x in tensors], [*model.state_dict()]
+
+
+def test_a_projection_elsewhere_is_refused_and_nothing_has_changed():
+    model = transformer()
+    attention, calls = model.encoder.layers[0].self_attn, []
+    handle = attention.register_forward_hook(lambda *_: calls.append(1))
+    want, before = run(model), outline(model)
+    projection = LinformerAttention.draw_projection(16, 4, device="meta")
+    options = {"seq_len": 16, "slots": 4, "sharing": "layerwise", "projection": projection}
+    with pytest.raises(ValueError, match=r"must be torch\.float32 on cpu .* is .* on meta"):
+        convert(model, "linformer", **options)
+    assert outline(model) == before
+    assert torch.equal(run(model), want)
+    handle.remove()  # which finds its hook where it was
+    calls.clear()
+    run(model)
+    assert not calls
+    projection = LinformerAttention.draw_projection(16, 4)
+    assert len(convert(model, "linformer", **options | {"projection": projection})) == 6
+
+
+def test_an_error_half_way_leaves_every_module_as_it_was(monkeypatch):
+    """As of a device that is full."""
+    model, made = transformer(), []
+    model.decoder.layers[0].self_attn.__class__ = Other
+    real = PerformerAttention._reset_own
+
+    def fails_at_the_fourth(module, names=None):
+        if not module.out_proj.weight.is_meta:
+            made.append(module)
+            if len(made) == 4:
+                raise torch.OutOfMemoryError("full")
+        real(module, names)
+
+    monkeypatch.setattr(PerformerAttention, "_reset_own", fails_at_the_fourth)
+    before, want = outline(model), run(model)
+    options = {"learned": True, "qk_norm": True, "variant": "oprf"}
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        convert(model, "performer", filter="*", **options)
+    assert len(made) == 4
+    assert outline(model) == before
+    assert torch.equal(run(model), want)
+    assert len(convert(model, "performer", filter="*", **options)) == 6
+    assert len(revert(model)) == 6
+    assert outline(model) == before
+
+
 ENCODER = ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
 DECODER = "decoder.layers.0.self_attn"
 CROSS = [f"decoder.layers.{layer}.multihead_attn" for layer in range(2)]
@@ -190,6 +277,37 @@ CROSS = [f"decoder.layers.{layer}.multihead_attn" for layer in range(2)]
 
 class Other(nn.MultiheadAttention):
     pass
+
+
+class Biased(nn.MultiheadAttention):
+    """No parameters of its own, but a forward."""
+
+    def forward(self, query, key, value, **options):
+        return super().forward(query, key, value + 1, **options)
+
+
+class FurtherBiased(Biased):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Biased, FurtherBiased])
+def test_a_forward_of_its_own_is_lost_only_where_its_type_is_asked_for(kind):
+    model = transformer()
+    model.decoder.layers[0].self_attn.__class__ = kind
+    before = outline(model)
+    message = rf"^decoder\.layers\.0\.self_attn is a {kind.__name__} with a forward of its own"
+    for filter in ("*", "decoder.*", lambda module, name: True):
+        with pytest.raises(ValueError, match=message):
+            convert(model, "linear", filter=filter)
+        assert outline(model) == before
+    with pytest.raises(
+        ValueError, match=r"^the model is a .* forward of its own, which would be lost"
+    ):
+        convert(model.decoder.layers[0].self_attn, "linear", filter=["*"])
+    assert len(convert(model, "linear")) == 5  # exactly nn.MultiheadAttention
+    assert convert(model, "linear", filter=kind) == ["decoder.layers.0.self_attn"]
+    assert len(revert(model)) == 6
+    assert outline(model) == before
 
 
 @pytest.mark.parametrize(
@@ -367,3 +485,73 @@ def test_converting_twice_says_that_nothing_is_left():
     convert(model, "linear")
     with pytest.raises(ValueError, match="are of another type already"):
         convert(model, "linear")
+
+
+# Layers that are built by hand
+
+
+BY_HAND = {
+    "performer": lambda: PerformerAttention(16, 2, batch_first=True, num_features=8),
+    "learned": lambda: PerformerAttention(16, 2, batch_first=True, num_features=8, learned=True),
+    "bigbird": lambda: BigBirdAttention(16, 2, batch_first=True, block_size=16, layer=3),
+    "fixed": lambda: LinformerAttention(16, 2, batch_first=True, seq_len=400, kind="fixed"),
+}
+
+
+def drawn(attention):
+    """What layers of one model should not share."""
+    if isinstance(attention, PerformerAttention):
+        return attention.projection.detach().clone()
+    if isinstance(attention, LinformerAttention):
+        return attention.compress_key.clone()
+    return attention._layout(400).to_dense().float()
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_copies_of_a_layer_share_what_is_random_until_they_are_numbered(kind):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    layer.self_attn = BY_HAND[kind]()
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    attentions = [block.self_attn for block in model.layers]
+    weights = {n: (x, x.clone()) for n, x in model.named_parameters()}
+    before = [drawn(x) for x in attentions]
+    assert all(torch.equal(x, before[0]) for x in before)
+    assert number_layers(model) == [f"layers.{i}.self_attn" for i in range(3)]
+    after = [drawn(x) for x in attentions]
+    assert not any(torch.equal(after[i], after[j]) for i in range(3) for j in range(i))
+    for name, parameter in model.named_parameters():
+        same, value = weights[name]
+        assert parameter is same, name  # an optimizer may know it
+        assert torch.equal(parameter, value) or name.endswith(".projection"), name
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        again = [drawn(block.self_attn) for block in copied.layers]
+        assert all(torch.equal(x, y) for x, y in zip(again, after, strict=True))
+    x = torch.randn(1, 400, 16)
+    assert model(x).isfinite().all()
+
+
+def test_numbers_are_those_of_convert_and_redrawing_keeps_to_them():
+    options = {"num_features": 8, "redraw": 2}
+    converted, by_hand = transformer(), transformer()
+    convert(converted, "performer", filter="*.self_attn", **options)
+    wanted = [*ENCODER, DECODER, "decoder.layers.1.self_attn"]
+    for name in wanted:
+        ours = PerformerAttention(16, 2, batch_first=True, **options)
+        by_hand.set_submodule(name, ours)
+    names = number_layers(by_hand)
+    assert names == wanted
+
+    def same():
+        pairs = [(converted.get_submodule(n), by_hand.get_submodule(n)) for n in names]
+        return all(torch.equal(a.projection, b.projection) for a, b in pairs)
+
+    assert same()
+    for model in (converted, by_hand):
+        assert redraw_projections(model, 2) == names
+    assert same()
+    assert len({by_hand.get_submodule(n).projection.sum().item() for n in names}) == 4
+
+
+def test_numbering_a_model_without_our_attention_is_an_error():
+    with pytest.raises(ValueError, match="Transformer has no fastattn attention to number"):
+        number_layers(transformer())

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import MECHANISMS, LongConv, ToeplitzMix, ops
+from fastattn import MECHANISMS, LongConv, ToeplitzMix, convert, ops
 
 backends = pytest.mark.parametrize("backend", ["torch", "triton"])
 mechanisms = pytest.mark.parametrize("name", MECHANISMS)
@@ -56,6 +56,67 @@ def test_one_graph_serves_every_length_forward_and_backward(name, backend, kerne
             assert_same(found, torch.autograd.grad(want.square().sum(), x)[0])
 
 
+def masks(form, b, n, device):
+    """Arguments of a call: with padding behind, and a causal one if it says so."""
+    padding = (torch.arange(n, device=device) >= n - 3).repeat(b, 1)
+    padding[0] = False
+    options = {"is_causal": True} if "causal" in form else {}
+    if "bool" in form:
+        options["key_padding_mask"] = padding
+    if "float" in form:
+        options["key_padding_mask"] = torch.zeros(b, n, device=device).masked_fill(
+            padding, -torch.inf
+        )
+    return options
+
+
+@pytest.mark.parametrize("form", ["float", "causal float"])
+@mechanisms
+def test_one_graph_serves_every_length_with_a_mask(name, form, device, compiler):
+    """Of causal FAVOR+ on the torch path: up to a chunk of 64; then a graph for every doubling."""
+    if "causal" in form and not takes(name, "causal"):
+        pytest.skip(f"{name} refuses causal")
+    torch._dynamo.reset()
+    more = {"seq_len": 256} if name == "linformer" else {}
+    ours = module(name, device, **more)
+    compiled = torch.compile(ours, fullgraph=True, backend=compiler)
+    longer = () if device == "cuda" else (64,) if name == "performer" else (64, 150)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (20, 33, 47, *longer):
+            x, options = tokens(2, n, device=device), masks(form, 2, n, device)
+            for tensor in (x, *(y for y in options.values() if isinstance(y, torch.Tensor))):
+                torch._dynamo.mark_dynamic(tensor, 1)
+            x.requires_grad_()
+            (out, want) = (f(x, x, x, **options)[0] for f in (compiled, ours))
+            assert_same(out.detach(), want.detach())
+            found, exact = (torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want))
+            assert_same(found, exact)
+
+
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_compiled_steps_of_any_length_carry_the_state_of_eager(name):
+    torch._dynamo.reset()
+    ours = module(name, "cpu", causal=True)
+    compiled = torch.compile(ours.step, fullgraph=True, backend="aot_eager")
+    x = tokens(2, 45, device="cpu")
+    with torch.no_grad():
+        want, whole = ours.step(x, x, x)
+        first = x[:, :6]
+        out, state = ours.step(first, first, first)
+        outs = [out]
+        for piece in x[:, 6:].split((17, 21, 1), 1):
+            piece = piece.contiguous()
+            if piece.shape[1] > 1:
+                torch._dynamo.mark_dynamic(piece, 1)
+            out, state = compiled(piece, piece, piece, state)
+            outs.append(out)
+    assert_same(torch.cat(outs, 1), want)
+    for found, exact in zip(state, whole, strict=True):
+        assert (found is None) == (exact is None)
+        if exact is not None:
+            assert_same(found, exact)
+
+
 @mechanisms
 def test_export_keeps_the_numbers_and_takes_other_batches(name, device):
     ours = module(name, device).eval()
@@ -67,8 +128,55 @@ def test_export_keeps_the_numbers_and_takes_other_batches(name, device):
         assert_same(program.module()(x, x, x)[0], ours(x, x, x)[0])
 
 
+@pytest.mark.parametrize("form", ["bool", "float"])
+@mechanisms
+def test_a_saved_export_takes_other_batches_and_lengths(name, form):
+    more = {"seq_len": 256} if name == "linformer" else {}
+    ours = module(name, "cpu", **more).eval()
+    either = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    x, options = tokens(3, 40, device="cpu"), masks(form, 3, 40, "cpu")
+    shapes = dict.fromkeys(("query", "key", "value", *options), either)
+    program = torch.export.export(ours, (x, x, x), options, dynamic_shapes=shapes)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for b, n in ((3, 40), (2, 17), (5, 64), (4, 200)):
+        x, options = tokens(b, n, device="cpu"), masks(form, b, n, "cpu")
+        assert_same(loaded(x, x, x, **options)[0], ours(x, x, x, **options)[0])
+
+
+def test_an_export_of_favor_takes_lengths_from_a_range():
+    ours = module("performer", "cpu").eval()
+    x, n = tokens(2, 40, device="cpu"), torch.export.Dim("n", min=17, max=4096)
+    program = torch.export.export(ours, (x, x, x), dynamic_shapes=({1: n},) * 3)
+    for length in (17, 300):
+        x = tokens(2, length, device="cpu")
+        assert_same(program.module()(x, x, x)[0], ours(x, x, x)[0])
+
+
+@mechanisms
+def test_a_compiled_converted_encoder_in_eval_gets_its_padding(name, device, compiler):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    convert(model, name, **OPTIONS[name])
+    model.to(device).eval()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    x = tokens(2, 16, device=device)
+    padding = (torch.arange(16) >= torch.tensor([[16], [11]])).to(device)
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=padding)
+        found = compiled(x, src_key_padding_mask=padding)
+        alone, unpadded = model(x[1:, :11]), model(x)
+    assert_same(found, want)
+    torch.testing.assert_close(found[1:, :11], alone, rtol=1e-4, atol=1e-5)
+    assert (found - unpadded).abs().max() > 1e-3
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["reduce-overhead", "graph"])
+@pytest.mark.parametrize("form", ["reduce-overhead", "graph", "graph, float mask"])
 @mechanisms
 def test_cuda_graphs_replay_what_was_captured(name, form):
     from torch._inductor import config
@@ -76,23 +184,27 @@ def test_cuda_graphs_replay_what_was_captured(name, form):
     torch._dynamo.reset()
     ours = module(name, "cuda").to(torch.bfloat16)
     x = tokens(2, 16, device="cuda").bfloat16()
-    if form == "graph":
+    options = masks(form, 2, 16, "cuda")
+    if form != "reduce-overhead":
         out = torch.empty_like(x)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
-            ours(x, x, x)
+            ours(x, x, x, **options)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):
-            out.copy_(ours(x, x, x)[0])
+            out.copy_(ours(x, x, x, **options)[0])
         run = graph.replay
     else:
         compiled = torch.compile(ours, fullgraph=True, mode="reduce-overhead")
         out = None
-    for _ in range(3):
+    for padded in (3, 7, 5):
         x.copy_(tokens(2, 16, device="cuda"))
-        if form == "graph":
+        if options:  # what the graph reads is the tensor that it was captured with
+            options["key_padding_mask"][1] = 0
+            options["key_padding_mask"][1, -padded:] = -torch.inf
+        if form != "reduce-overhead":
             run()
             found = out
         else:
@@ -100,7 +212,8 @@ def test_cuda_graphs_replay_what_was_captured(name, form):
             with torch.no_grad(), config.patch("triton.cudagraph_or_error", True):
                 found = compiled(x, x, x)[0].clone()
         with torch.no_grad():
-            torch.testing.assert_close(found, ours(x, x, x)[0], rtol=2e-2, atol=2e-2)
+            want = ours(x, x, x, **options)[0]
+            torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
 
 
 KERNELS = {
@@ -198,6 +311,87 @@ def test_vmap_runs_over_samples_masks_and_models(name, backend, kernel_device):
                 own = weights | {"in_proj_weight": many[i]}
                 assert_same(ensemble[i], functional_call(ours, own, (x[0],) * 3)[0])
     for i in range(3):
+        assert_same(found[i], ours(x[i], x[i], x[i], ignored[i])[0])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@mechanisms
+def test_a_float_padding_mask_that_vmap_batches_is_read_all_the_same(name, axis, device):
+    ours = module(name, device)
+    x = tokens(3, 2, 16, device=device)
+    ignored = (torch.arange(16) >= torch.tensor([[9], [16], [12]])).to(device)
+    padding = torch.zeros(3, 2, 16, device=device).masked_fill(ignored.unsqueeze(1), -torch.inf)
+    least = padding.clamp(min=torch.finfo(padding.dtype).min)
+
+    def call(x, mask):
+        return ours(x, x, x, mask)[0]
+
+    def loss(x, mask):
+        return call(x, mask).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        for mask in (padding.movedim(0, axis), least.movedim(0, axis)):
+            found = vmap(call, in_dims=(0, axis))(x, mask)
+            by_grad = vmap(grad(loss), in_dims=(0, axis))(x, mask)
+        one_mask = vmap(call, in_dims=(0, None))(x, padding[0])
+    for i in range(3):
+        sample = x[i].clone().requires_grad_()
+        want = call(sample, padding[i])
+        assert_same(found[i], want.detach())
+        assert_same(by_grad[i], torch.autograd.grad(want.square().sum(), sample)[0])
+        assert_same(one_mask[i], call(x[i], padding[0]))
+    if device == "cpu":  # on a GPU the assertion is asynchronous
+        padding[2, 1, 3] = -7.0
+        for transformed in (vmap(call), vmap(grad(loss))):
+            with pytest.raises(ValueError, match=r"a finite bias .* The largest is -7"):
+                transformed(x, padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@mechanisms
+def test_a_mask_that_vmap_batches_needs_the_hint(name, dtype, device, monkeypatch):
+    ours = module(name, device)
+    x = tokens(3, 2, 16, device=device)
+    hidden = torch.ones(16, 16, dtype=torch.bool, device=device).triu(1)
+    mask = torch.zeros(16, 16, device=device).masked_fill(hidden, -torch.inf)
+    mask = (hidden if dtype == torch.bool else mask).expand(3, -1, -1)
+
+    def call(x, mask, hint):
+        return ours(x, x, x, attn_mask=mask, is_causal=hint)[0]
+
+    dims = (0, 0, None)
+    for transform in (vmap(call, dims), vmap(grad(lambda *y: call(*y).sum()), dims)):
+        message = r"inside torch\.func\.vmap the values of attn_mask cannot be read.*is_causal=True"
+        with pytest.raises(NotImplementedError, match=f"^{type(ours).__name__}: {message}"):
+            transform(x, mask, False)
+    with pytest.raises(NotImplementedError, match="causal"):  # grad alone hides no value
+        grad(lambda x: call(x, torch.eye(16, device=device), False).sum())(x[0])
+    if not takes(name, "causal"):
+        return
+    want = torch.stack([call(y, mask[0], False) for y in x])
+    monkeypatch.setenv("FASTATTN_CHECK_MASKS", "1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        assert_same(vmap(call, dims)(x, mask, True), want)
+        ours.causal = True  # trusted, as under torch.compile
+        assert_same(vmap(call, dims)(x, mask, False), want)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@mechanisms
+def test_a_compiled_vmap_refuses_a_float_mask_and_takes_a_bool_one(name):
+    torch._dynamo.reset()
+    ours = module(name, "cpu")
+    x, ignored = tokens(2, 2, 16, device="cpu"), torch.zeros(2, 2, 16, dtype=torch.bool)
+    ignored[1, :, 12:] = True
+    compiled = torch.compile(
+        vmap(lambda x, mask: ours(x, x, x, mask)[0]), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match=r"inside torch\.func\.vmap cannot be checked\. Give a"):
+        compiled(x, torch.zeros(2, 2, 16))
+    found = compiled(x, ignored)
+    for i in range(2):
         assert_same(found[i], ours(x[i], x[i], x[i], ignored[i])[0])
 
 
@@ -436,6 +630,34 @@ def test_autocast_on_a_gpu_trains_and_equals_eval(name, dtype):
     assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in ours.parameters())
     assert_near = torch.testing.assert_close
     assert_near(out.float(), ours(x, x, x)[0], rtol=0.05, atol=0.05)
+
+
+@mechanisms
+def test_scaled_losses_of_float16_train_as_float32_does(name, device):
+    ours = module(name, device)
+    other = copy.deepcopy(ours)
+    x = tokens(4, 16, device=device)
+    padding = (torch.arange(16, device=device) > 11).repeat(4, 1)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, other)]
+    losses = []
+    for _ in range(4):
+        with torch.autocast(device, dtype=torch.float16):
+            out = ours(x, x, x, padding)[0]
+        assert out.dtype == torch.float16
+        half, whole = (y.float().square().mean() for y in (out, other(x, x, x, padding)[0]))
+        scaler.scale(half).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        whole.backward()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses.append((half.item(), whole.item()))
+    assert scaler.get_scale() == 2.0**10  # no step was left out
+    halves, wholes = zip(*losses, strict=True)
+    assert wholes[-1] < 0.98 * wholes[0]
+    assert halves == pytest.approx(wholes, rel=0.02)
 
 
 # A training step in CUDA graphs

@@ -193,7 +193,7 @@ def test_an_unknown_backend_raises_where_it_is_given_and_options_show(make):
 
 
 def test_sizes_that_do_not_fit_raise(make):
-    with pytest.raises(ValueError, match="multiple of num_heads, got 24 and 5"):
+    with pytest.raises(AssertionError, match="multiple of num_heads, got 24 and 5"):
         make(WIDTH, 5)
     with pytest.raises(ValueError, match="greater than 0"):
         make(0, 4)
@@ -297,18 +297,51 @@ def test_a_sample_that_is_all_padding_gives_the_bias_and_finite_gradients(make, 
         assert all(p.grad.isfinite().all() for p in ours.parameters())
 
 
-def test_a_finite_bias_on_the_keys_is_refused_with_its_value_and_the_way_out(make):
-    ours = make(WIDTH, HEADS, batch_first=True)
-    x = tokens(2, 5)
+def test_the_least_number_of_a_padding_masks_dtype_is_minus_infinity(make, device):
+    """As the masks of Hugging Face and timm have it; whatever the dtype of the inputs."""
+    ours = make(WIDTH, HEADS, batch_first=True, device=device)
+    x = tokens(2, 9, device=device)
+    pad = (torch.arange(9) >= torch.tensor([[9], [6]])).to(device)
+    want = ours(x, x, x, pad)[0]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        mask = torch.zeros(2, 9, dtype=dtype, device=device)
+        mask.masked_fill_(pad, torch.finfo(dtype).min)
+        assert torch.equal(ours(x, x, x, mask)[0], want), dtype
+        mask[1, 8] = -torch.inf
+        assert torch.equal(ours(x, x, x, mask)[0], want), dtype
+
+
+def finite_bias():
     pad = torch.zeros(2, 5)
     pad[0, 2:] = -torch.inf
     pad[1, 1:3] = torch.tensor([3.0, -1e9])
-    message = (
-        r"0 \(attend\) or -inf .* a bool mask, True = ignore, or keep nn\.MultiheadAttention in "
-        r"this layer\. The largest is -1e\+09"
-    )
-    with pytest.raises(ValueError, match=f"{type(ours).__name__}: .*{message}"):
-        ours(x, x, x, pad)
+    return pad
+
+
+BIAS = (
+    r"0 \(attend\), or -inf .* a bool mask, True = ignore, or keep nn\.MultiheadAttention in this "
+    "layer"
+)
+
+
+def test_a_finite_bias_on_the_keys_is_refused_with_its_value_and_the_way_out(make):
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 5)
+    message = rf"{type(ours).__name__}: .*{BIAS}\. The largest is -1e\+09"
+    with pytest.raises(ValueError, match=message):
+        ours(x, x, x, finite_bias())
+
+
+def test_a_compiled_module_refuses_a_finite_bias_too(make):
+    """On a CPU at once; on a GPU the assertion is asynchronous, and ends the process's context."""
+    torch._dynamo.reset()
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 5)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    legal = torch.zeros(2, 5).masked_fill(torch.arange(5) > 3, -torch.inf)
+    torch.testing.assert_close(compiled(x, x, x, legal)[0], ours(x, x, x, legal)[0])
+    with pytest.raises(RuntimeError, match=f"{type(ours).__name__}: .*{BIAS}"):
+        compiled(x, x, x, finite_bias())
 
 
 # Causality
@@ -341,20 +374,33 @@ def test_a_mask_that_hides_nothing_is_none(make, n, dtype):
     assert torch.equal(ours(q, x, x, attn_mask=nothing)[0], ours(q, x, x)[0])
 
 
-@needs_causal
-def test_masks_of_different_dtypes_agree_in_one_call(make):
+@causal_or_not
+def test_masks_of_different_dtypes_agree_in_one_call(make, causal):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 7)
     pad = torch.arange(7) >= torch.tensor([[7], [4]])
-    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1) & causal
 
     def as_float(mask):
         return torch.zeros(mask.shape).masked_fill(mask, -torch.inf)
 
-    want = ours(x, x, x, pad, attn_mask=hidden)[0]
+    want = ours(x, x, x, pad, is_causal=causal)[0]
     for padding in (pad, as_float(pad)):
         for mask in (hidden, as_float(hidden)):
             assert torch.equal(ours(x, x, x, padding, attn_mask=mask)[0], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_what_cannot_be_causal_refuses_the_hint_whatever_the_mask_hides(make, name, dtype):
+    """The hint is trusted, also beside a mask that hides nothing."""
+    if takes(name, "causal"):
+        pytest.skip(f"{name} can be causal")
+    ours = make(WIDTH, HEADS, batch_first=True)
+    x, nothing = tokens(2, 7), torch.zeros(7, 7, dtype=dtype)
+    for mask in (nothing, None):
+        with pytest.raises(NotImplementedError, match=f"{type(ours).__name__}.*causal"):
+            ours(x, x, x, attn_mask=mask, is_causal=True)
+    assert torch.equal(ours(x, x, x, attn_mask=nothing)[0], ours(x, x, x)[0])
 
 
 @needs_causal
@@ -365,6 +411,26 @@ def test_causal_with_padding_equals_a_shorter_sequence(make, device):
     pad[:, 6:] = True
     short = ours(x[:, :6], x[:, :6], x[:, :6], is_causal=True)[0]
     torch.testing.assert_close(ours(x, x, x, pad, is_causal=True)[0][:, :6], short)
+
+
+@needs_causal
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_causal_with_padding_in_front_leaves_rows_without_keys(make, device, dtype):
+    ours = make(WIDTH, HEADS, batch_first=True, device=device)
+    nn.init.normal_(ours.out_proj.bias)
+    x = tokens(2, 9, device=device).requires_grad_()
+    pad = (torch.arange(9) < torch.tensor([[4], [0]])).to(device)
+    mask = pad if dtype == torch.bool else x.new_zeros(2, 9).masked_fill(pad, -torch.inf)
+    for need_weights in (False, True):
+        out, weights = ours(x, x, x, mask, need_weights, is_causal=True)
+        torch.testing.assert_close(out[0, :4], ours.out_proj.bias.expand(4, -1))
+        late = x[:1, 4:]
+        torch.testing.assert_close(out[:1, 4:], ours(late, late, late, is_causal=True)[0])
+        torch.testing.assert_close(out[1:], ours(x[1:], x[1:], x[1:], is_causal=True)[0])
+        out.square().sum().backward()
+        assert x.grad.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in ours.parameters())
+    assert torch.all(weights[0, :4] == 0)
 
 
 @needs_causal
@@ -387,9 +453,11 @@ def test_no_row_sees_the_future(make, extra, device):
         torch.randn(7, 7),
         torch.zeros(7, 7).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -1e9),
         torch.zeros(2 * HEADS, 7, 7),
+        torch.zeros(2 * HEADS, 7, 7, dtype=torch.bool),
         torch.zeros(7, 9, dtype=torch.bool),
+        torch.zeros(9, 9),
     ],
-    ids=["diagonal", "bias", "finite causal", "per head", "other length"],
+    ids=["diagonal", "bias", "finite causal", "per head", "bool per head", "longer", "both longer"],
 )
 def test_a_mask_that_cannot_be_honoured_is_refused_with_the_way_out(make, mask):
     ours = make(WIDTH, HEADS, batch_first=True)
@@ -650,15 +718,64 @@ def test_checkpointing_gives_the_same_gradients(make, reentrant, dropout, device
     torch.testing.assert_close(x.grad, want)
 
 
-@pytest.mark.parametrize("form", ["plain", "padded", pytest.param("causal", marks=needs_causal)])
-def test_it_compiles_whole(make, form, device, compiler):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_under_autocast_gives_the_same_gradients(make, reentrant, dtype, device):
+    ours = make(WIDTH, HEADS, 0.5, batch_first=True, device=device)
+    x = tokens(2, 6, device=device).requires_grad_()
+    pad = torch.zeros(2, 6, device=device).index_fill(
+        1, torch.tensor([5], device=device), -torch.inf
+    )
+    call = lambda y: ours(y, y, y, pad)[0]  # noqa: E731
+    wanted = [x, *ours.parameters()]
+    found = []
+    for run in (call, lambda y: checkpoint(call, y, use_reentrant=reentrant)):
+        for leaf in wanted:
+            leaf.grad = None
+        torch.manual_seed(5)
+        with torch.autocast(device, dtype=dtype):
+            out = run(x)
+        assert out.dtype == dtype
+        out.float().square().sum().backward()
+        found.append([leaf.grad for leaf in wanted])
+    for a, b in zip(*found, strict=True):
+        assert b.abs().sum() > 0
+        assert torch.equal(a, b)
+
+
+forms = pytest.mark.parametrize(
+    "form", ["plain", "padded", pytest.param("causal", marks=needs_causal)]
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "need_weights"),
+    [
+        pytest.param({}, False, id="plain"),
+        pytest.param({}, True, id="weights"),
+        pytest.param({"kdim": 10, "vdim": 14, "bias": False}, True, id="widths, no bias, weights"),
+        pytest.param(
+            {"add_bias_kv": True, "add_zero_attn": True}, True, id="extra keys, weights",
+            marks=needs_extra_keys,
+        ),
+    ],
+)  # fmt: skip
+@forms
+def test_it_compiles_whole(make, form, options, need_weights, device, compiler):
     torch._dynamo.reset()
-    ours = make(WIDTH, HEADS, batch_first=True, device=device)
-    x = tokens(2, 6, device=device)
+    ours = make(WIDTH, HEADS, batch_first=True, device=device, **options)
+    inputs = [torch.randn(2, 6, w, device=device) for w in (WIDTH, ours.kdim, ours.vdim)]
+    inputs = inputs if options.keys() & {"kdim"} else inputs[:1] * 3
     pad = torch.zeros(2, 6).masked_fill(torch.arange(6) > 3, -torch.inf).to(device)
-    options = {"padded": {"key_padding_mask": pad}, "causal": {"is_causal": True}}.get(form, {})
+    call = {"padded": {"key_padding_mask": pad}, "causal": {"is_causal": True}}.get(form, {})
+    call["need_weights"] = need_weights
     compiled = torch.compile(ours, fullgraph=True, backend=compiler)
-    torch.testing.assert_close(compiled(x, x, x, **options)[0], ours(x, x, x, **options)[0])
+    out, weights = compiled(*inputs, **call)
+    want, wanted_weights = ours(*inputs, **call)
+    torch.testing.assert_close(out, want)
+    assert (weights is None) == (not need_weights)
+    if need_weights:
+        torch.testing.assert_close(weights, wanted_weights)
 
 
 @needs_causal
@@ -737,37 +854,98 @@ def test_empty_inputs_are_no_error(make, b, n, s, device):
         assert weights is None or weights.shape == (b, n, s)
 
 
+@pytest.mark.parametrize("form", ["plain", "bool", "float", "causal", "bool causal"])
+@pytest.mark.parametrize("need_weights", [False, True], ids=["out", "weights"])
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0,), (0, 0)], ids=str)
+def test_empty_inputs_take_masks_and_a_backward_pass(make, name, shape, form, need_weights, device):
+    if "causal" in form and not takes(name, "causal"):
+        pytest.skip(f"{name} refuses causal")
+    ours = make(WIDTH, HEADS, batch_first=True, device=device)
+    x = tokens(*shape, device=device).requires_grad_()
+    mask = {"bool": torch.bool, "float": torch.float32}.get(form.split()[0])
+    mask = None if mask is None else torch.zeros(shape, dtype=mask, device=device)
+    out, weights = ours(x, x, x, mask, need_weights, is_causal="causal" in form)
+    assert out.shape == x.shape
+    assert weights is None or weights.shape == (*shape, shape[-1])
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    for label, parameter in ours.named_parameters():
+        assert parameter.grad is None or torch.all(parameter.grad == 0), label
+
+
 def test_bad_inputs_say_what_is_wrong(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     x = tokens(2, 5)
     with pytest.raises(AssertionError, match="3-D"):
         ours(x[None], x[None], x[None])
-    with pytest.raises(ValueError, match="query must have width 24"):
+    with pytest.raises(AssertionError, match="query must have width 24"):
         ours(x[..., :5], x, x)
-    with pytest.raises(ValueError, match="key and value must agree"):
+    with pytest.raises(AssertionError, match="key and value must agree"):
         ours(x, x, x[:, :3])
-    with pytest.raises(ValueError, match="same batch"):
+    with pytest.raises(RuntimeError, match="same batch"):
         ours(x, x[:1], x[:1])
     with pytest.raises(AssertionError, match="bool or float"):
         ours(x, x, x, torch.zeros(2, 5, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="bool or float"):
         ours(x, x, x, attn_mask=torch.zeros(5, 5, dtype=torch.int64))
+    with pytest.raises(AssertionError, match=r"the causal \(5, 5\), got shape \(2, 4, 5, 5\)"):
+        ours(x, x, x, attn_mask=torch.zeros(2, 4, 5, 5))
     label = f"^{type(ours).__name__}: key_padding_mask must be"
     for dtype in (torch.bool, torch.float32):
-        with pytest.raises(ValueError, match=rf"{label} \(b, s\) = \(2, 5\), got shape \(5, 2\)"):
-            ours(x, x, x, torch.zeros(5, 2, dtype=dtype))
-        with pytest.raises(ValueError, match=rf"{label} \(s,\) = \(5,\), got shape \(1, 5\)"):
+        for wrong in ((5, 2), (2, 7), (2, 1, 1, 5)):
+            got = re.escape(str(wrong))
+            with pytest.raises(AssertionError, match=rf"{label} .* \(2, 5\), got shape {got}"):
+                ours(x, x, x, torch.zeros(wrong, dtype=dtype))
+        with pytest.raises(AssertionError, match=rf"{label} \(s,\) = \(5,\), got shape \(1, 5\)"):
             ours(x[0], x[0], x[0], torch.zeros(1, 5, dtype=dtype))
         sequence_first = make(WIDTH, HEADS)
-        with pytest.raises(ValueError, match=rf"{label} \(b, s\) = \(5, 2\), got shape \(2, 5\)"):
+        with pytest.raises(AssertionError, match=rf"{label} \(b, s\) = \(5, 2\), got .* \(2, 5\)"):
             sequence_first(x, x, x, torch.zeros(2, 5, dtype=dtype))
+
+
+def zeros(*shape, dtype=torch.bool):
+    return torch.zeros(shape, dtype=dtype)
+
+
+WRONG = {
+    "4-D": lambda f, x: f(x[None], x[None], x[None]),
+    "mixed": lambda f, x: f(x, x[0], x[0]),
+    "narrow query": lambda f, x: f(x[..., :5], x, x),
+    "narrow key": lambda f, x: f(x, x[..., :5], x),
+    "short value": lambda f, x: f(x, x, x[:, :3]),
+    "other batch": lambda f, x: f(x, x[:1], x[:1]),
+    "integer padding": lambda f, x: f(x, x, x, zeros(2, 5, dtype=torch.int64)),
+    "uint8 padding": lambda f, x: f(x, x, x, zeros(2, 5, dtype=torch.uint8)),
+    "turned padding": lambda f, x: f(x, x, x, zeros(5, 2)),
+    "longer padding": lambda f, x: f(x, x, x, zeros(2, 7)),
+    "1-D padding": lambda f, x: f(x, x, x, zeros(5)),
+    "4-D padding": lambda f, x: f(x, x, x, zeros(2, 1, 1, 5)),
+    "4-D float padding": lambda f, x: f(x, x, x, zeros(2, 1, 1, 5, dtype=torch.float32)),
+    "unbatched, 2-D padding": lambda f, x: f(x[0], x[0], x[0], zeros(1, 5)),
+    "integer mask": lambda f, x: f(x, x, x, attn_mask=zeros(5, 5, dtype=torch.int64)),
+    "1-D mask": lambda f, x: f(x, x, x, attn_mask=zeros(5)),
+    "4-D mask": lambda f, x: f(x, x, x, attn_mask=zeros(2, 4, 5, 5)),
+    "longer mask": lambda f, x: f(x, x, x, attn_mask=zeros(5, 7)),
+    "mask per sample": lambda f, x: f(x, x, x, attn_mask=zeros(2, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_type_of_an_error_is_that_of_stock(make, wrong):
+    stock = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    x = tokens(2, 5)
+    with pytest.raises((AssertionError, RuntimeError)) as of_stock:
+        WRONG[wrong](stock, x)
+    with pytest.raises(of_stock.type, match=r"^[A-Z][A-Za-z]+Attention: ") as of_ours:
+        WRONG[wrong](make(WIDTH, HEADS, batch_first=True), x)
+    assert not isinstance(of_ours.value, ValueError)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_refused_with_the_way_out(make):
     ours = make(WIDTH, HEADS, batch_first=True)
     nested = torch.nested.nested_tensor([tokens(3), tokens(5)])
-    with pytest.raises(ValueError, match="enable_nested_tensor=False"):
+    with pytest.raises(AssertionError, match="enable_nested_tensor=False"):
         ours(nested, nested, nested)
 
 

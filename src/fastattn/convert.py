@@ -36,17 +36,17 @@ def convert(
     A mechanism computes another function than softmax attention: weights trained with softmax
     need fine-tuning. The attentions of ``model`` are numbered, so that random directions differ by
     layer, and calls with different filters of one model agree on the numbers; give each call
-    another ``seed`` when you convert submodules one by one. Options that add parameters
-    (``learned``, ``qk_norm``, ``num_global_tokens``, any of Linformer's) need them added to an
-    optimizer that exists.
+    another ``seed`` when you convert submodules one by one, or number the whole model afterwards
+    (:func:`fastattn.nn.number_layers`). Options that add parameters (``learned``, ``qk_norm``,
+    ``num_global_tokens``, any of Linformer's) need them added to an optimizer that exists.
 
     Args:
         model: Any module, an ``nn.MultiheadAttention`` itself included.
         mechanism: A key of ``fastattn.MECHANISMS``.
         filter: Which attentions to swap, by their dotted names, with the wildcards of ``fnmatch``
             (``"encoder.*"``, or several such patterns), by exact type (a subclass of
-            ``nn.MultiheadAttention`` with its parameters), or by ``filter(module, name) -> bool``.
-            A module with several names goes by its first.
+            ``nn.MultiheadAttention`` with its parameters, whose own ``forward`` then gives way), or
+            by ``filter(module, name) -> bool``. A module with several names goes by its first.
         layer_options: Options for some of them: a pattern of names to keywords, which take
             precedence over ``options``, a later pattern over an earlier one.
             ``{"decoder.*.self_attn": {"causal": True}}`` leaves cross-attention as it is, which
@@ -59,7 +59,7 @@ def convert(
     Raises:
         ValueError: The mechanism does not exist, there is nothing to swap, a pattern fits no
             module, or a module is parametrized, sharded or no plain multi-head attention. Nothing
-            has been changed then.
+            has been changed then, nor after any other error.
         TypeError: The mechanism has no such option, or the filter is of no such kind.
     """
     if mechanism not in MECHANISMS:
@@ -77,7 +77,7 @@ def convert(
     wanted = _options(kind, mechanism, swapped, layer_options or {}, options)
     for name, module in swapped.items():
         refuse(name, module, MultiHead)
-        _refuse_foreign(name, module)
+        _refuse_foreign(name, module, filter)
         # a wrong value raises here, before anything has changed; meta draws no random number
         kind(
             module.embed_dim,
@@ -91,17 +91,15 @@ def convert(
             dtype=module.out_proj.weight.dtype,
             **wanted[name],
         )
-    for layer, (name, module) in enumerate(layers.items()):
-        if name not in swapped:
-            continue
-        stock = type(module)
-        module.__class__ = kind
-        assert isinstance(module, MultiHead)
-        if stock is not nn.MultiheadAttention:
-            module._stock_class = stock
-        module._qkv_same_embed_dim = False
-        module._layer = layer
-        module._configure(**wanted[name])
+    undo = [_way_back(module) for module in swapped.values()]
+    try:
+        for layer, (name, module) in enumerate(layers.items()):
+            if name in swapped:
+                _swap(module, kind, layer, wanted[name])
+    except BaseException:  # a device is full, or another than that of an option
+        for back in undo:
+            back()
+        raise
     for encoder in _encoders(model):
         if any(isinstance(module, MultiHead) for module in encoder.modules()):
             vars(encoder).setdefault("_stock_use_nested_tensor", encoder.use_nested_tensor)
@@ -135,6 +133,36 @@ def revert(model: nn.Module) -> list[str]:
         nested = vars(encoder).pop("_stock_use_nested_tensor", encoder.use_nested_tensor)
         encoder.use_nested_tensor = nested
     return list(reverted)
+
+
+def _swap(
+    module: nn.MultiheadAttention, kind: type[MultiHead], layer: int, options: Mapping[str, Any]
+) -> None:
+    stock = type(module)
+    module.__class__ = kind
+    assert isinstance(module, MultiHead)
+    if stock is not nn.MultiheadAttention:
+        module._stock_class = stock
+    module._qkv_same_embed_dim = False
+    module._layer = layer
+    module._configure(**options)
+
+
+def _way_back(module: nn.Module) -> Callable[[], None]:
+    """What makes a module again as it is now: its class, attributes, parameters and buffers."""
+    kind, attributes = type(module), dict(vars(module))
+    own: list[Any] = [module._parameters, module._buffers, module._non_persistent_buffers_set]
+    kept = [table.copy() for table in own]
+
+    def back() -> None:
+        module.__class__ = kind
+        vars(module).clear()
+        vars(module).update(attributes)
+        for table, content in zip(own, kept, strict=True):  # others may hold the tables themselves
+            table.clear()
+            table.update(content)
+
+    return back
 
 
 Layers = dict[str, nn.MultiheadAttention]
@@ -238,14 +266,19 @@ def refuse_changed(name: str, module: nn.Module, verb: str) -> None:
         raise ValueError(f"{name} is sharded: {verb} before sharding")
 
 
-def _refuse_foreign(name: str, module: nn.MultiheadAttention) -> None:
+def _refuse_foreign(name: str, module: nn.MultiheadAttention, filter: Filter | None) -> None:
     refuse_changed(f"{name}.out_proj".removeprefix("."), module.out_proj, "convert")
+    name, kind = name or "the model", type(module)
     foreign = sorted(module.state_dict(keep_vars=True).keys() - STOCK_STATE)
     if foreign:
         raise ValueError(
-            f"{name or 'the model'} is a {type(module).__name__} with {', '.join(foreign)}, which "
-            "no attention of ours would use: only nn.MultiheadAttention's parameters can be taken "
-            "over"
+            f"{name} is a {kind.__name__} with {', '.join(foreign)}, which no attention of ours "
+            "would use: only nn.MultiheadAttention's parameters can be taken over"
+        )
+    if kind.forward is not nn.MultiheadAttention.forward and filter is not kind:
+        raise ValueError(
+            f"{name} is a {kind.__name__} with a forward of its own, which would be lost. If "
+            f"nothing of it is needed, say so by its type: filter={kind.__name__}"
         )
 
 

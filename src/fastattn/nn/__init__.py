@@ -4,7 +4,7 @@ from fastattn.nn.bigbird import BigBirdAttention
 from fastattn.nn.linear import LinearAttention
 from fastattn.nn.linformer import LinformerAttention
 from fastattn.nn.long_conv import LongConv, ToeplitzMix
-from fastattn.nn.multihead import MultiHead
+from fastattn.nn.multihead import MultiHead, number_layers
 from fastattn.nn.performer import PerformerAttention, redraw_projections
 
 MECHANISMS: dict[str, type[MultiHead]] = {
@@ -23,5 +23,6 @@ __all__ = [
     "MultiHead",
     "PerformerAttention",
     "ToeplitzMix",
+    "number_layers",
     "redraw_projections",
 ]

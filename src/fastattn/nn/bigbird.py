@@ -36,11 +36,12 @@ class BigBirdAttention(MultiHead):
         block_size: Tokens in a block: 16, 32, 64 or 128.
         num_window_blocks, num_random_blocks, num_global_blocks, plan, seed: As in
             ``BlockLayout.bigbird``. The published plans are for their checkpoints: the pattern is
-            that of the padded batch, and outputs at padding are ``out_proj`` of zeros. Under
-            ``torch.compile`` they break the graph.
+            that of the padded batch, and outputs at padding are ``out_proj`` of zeros. They break
+            the graph of ``torch.compile``, and are refused with ``fullgraph=True``.
         num_global_tokens: Learned tokens that all see and that see all (the paper's ETC), in front
             of the sequence, padded to whole blocks; they are in no output.
-        layer: Layers draw differently; ``fastattn.convert`` counts on from it.
+        layer: Layers draw differently; ``fastattn.convert`` and :func:`fastattn.nn.number_layers`
+            count on from it.
         backend: Passed to the op; None picks the fastest that can run.
     """
 
@@ -241,7 +242,7 @@ class BigBirdAttention(MultiHead):
                 "layouts for both"
             )
         if n == 0:
-            return v.new_zeros(*q.shape[:3], v.shape[3])
+            return v + (q.sum() + k.sum())  # nothing, but of all three
         if ignored is not None:
             _check.check_key_padding_mask(ignored, q.shape[0], n - self._front, q.device)
         if self.plan != "uniform":
@@ -316,7 +317,12 @@ def layout_of(n: int, front: int, size: int, heads: int, *about: Any) -> BlockLa
         about: How many window, random and global blocks, the plan, its seed and its layer.
     """
     make: Callable[..., BlockLayout] = _layout
-    if about[3] != "uniform":
+    if (plan := about[3]) != "uniform":
+        if torch.compiler.is_dynamo_compiling():
+            raise NotImplementedError(  # an error where the graph must be whole; else it breaks
+                f"plan={plan!r} is drawn by NumPy, which cannot be part of a graph: compile with "
+                "fullgraph=False, export with strict=False, or take plan='uniform'"
+            )
         make = _drawn_layout
     elif torch.compiler.is_compiling():
         make = _layout.__wrapped__

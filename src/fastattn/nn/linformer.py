@@ -245,6 +245,11 @@ class LinformerAttention(MultiHead):
                 else:
                     getattr(self, name).normal_(std=std)
 
+    def _number(self, layer: int) -> None:
+        super()._number(layer)
+        if self.kind == "fixed":
+            self._reset_own()
+
     def _shape_of_own(self, width: int) -> tuple[tuple[int, ...], float]:
         heads = (self.num_heads,) if self.sharing == "none" else ()
         if self.kind == "conv":

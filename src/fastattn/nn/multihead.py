@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WAY_OUT = (
-    "This attention takes the causal mask (pass is_causal=True with it), no mask, and "
-    "key_padding_mask; for any other mask keep nn.MultiheadAttention in this layer"
-)
-NO_BIAS = (
-    "a float key_padding_mask must be 0 (attend) or -inf (ignore); a finite bias on the keys is "
-    "not supported. Give a bool mask, True = ignore, or keep nn.MultiheadAttention in this layer"
-)
+from fastattn.nn.masks import ignored_keys, says_causal
 
 
 class MultiHead(nn.MultiheadAttention):
@@ -35,7 +27,7 @@ class MultiHead(nn.MultiheadAttention):
     """
 
     causal: bool
-    _layer = 0  # convert numbers the modules of a model
+    _layer = 0  # convert and number_layers number the modules of a model
     _stock_class: type[nn.MultiheadAttention] = nn.MultiheadAttention  # what revert gives back
     _own_state: tuple[str, ...] = ()  # in the state dict, not in stock's
     _drops_weights = False  # whether _attend applies dropout, to the weights
@@ -55,7 +47,7 @@ class MultiHead(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         if embed_dim > 0 and num_heads > 0 and embed_dim % num_heads:
-            raise ValueError(
+            raise AssertionError(  # the type that nn.MultiheadAttention raises
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             )
         super().__init__(
@@ -109,6 +101,10 @@ class MultiHead(nn.MultiheadAttention):
     def _reset_own(self, names: Sequence[str] | None = None) -> None:
         """Make what ``_own_state`` names, or these of it, as at first."""
 
+    def _number(self, layer: int) -> None:
+        """Become this layer of a model; a mechanism draws anew what is random and no weight."""
+        self._layer = layer
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -154,8 +150,8 @@ class MultiHead(nn.MultiheadAttention):
                 ``(n, embed_dim)``.
             key: ``(s, b, kdim)`` likewise.
             value: ``(s, b, vdim)`` likewise.
-            key_padding_mask: ``(b, s)``, unbatched ``(s,)``: bool, True = ignore, or float, -inf =
-                ignore and 0 = attend.
+            key_padding_mask: ``(b, s)``, unbatched ``(s,)``: bool, True = ignore, or float: 0 =
+                attend, -inf or the dtype's least number = ignore.
             need_weights: Also return the weights, at a cost of O(n·s); they are those before
                 dropout.
             attn_mask: None, or the causal ``(n, n)`` mask. Without the hint ``is_causal`` its
@@ -169,13 +165,20 @@ class MultiHead(nn.MultiheadAttention):
             ``(b, h, n, s)``. A row that may see no key gives ``out_proj`` of zeros.
 
         Raises:
+            AssertionError, RuntimeError: A shape or a mask's dtype does not fit; the types are
+                those of ``nn.MultiheadAttention``.
             NotImplementedError: A mask that this attention cannot honour.
-            ValueError: A shape or a finite float in ``key_padding_mask`` does not fit, or a mask
-                that was read is not what the hint says.
+            ValueError: A float in ``key_padding_mask`` is neither 0 nor an ignored key's (a
+                RuntimeError where that is found without reading it: on a GPU, compiled), lengths
+                are not those of causal attention, or a mask that was read is not what the hint
+                says.
         """
-        batched = self._check_inputs(query, key, value)
-        causal = self._is_causal(attn_mask, is_causal, query, key, batched)
-        ignored = self._ignored(key_padding_mask, key, batched)
+        batched, name = self._check_inputs(query, key, value), type(self).__name__
+        tokens = 1 if batched and self.batch_first else 0  # their axis
+        n, s = query.shape[tokens], key.shape[tokens]
+        shape = (key.shape[1 - tokens], s) if batched else (s,)
+        causal = says_causal(attn_mask, (n, s), hint=is_causal, always=self.causal, name=name)
+        ignored = ignored_keys(key_padding_mask, shape, batched=batched, name=name)
         inputs = self._batch_first((query, key, value), batched)
         q, k, v, about = self._heads(*inputs, ignored, causal, need_weights)
         q, k, v, about = self._extend(q, k, v, about, causal)
@@ -295,28 +298,31 @@ class MultiHead(nn.MultiheadAttention):
     # The door
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Check the shapes; return whether there is a batch axis."""
+        """Check the shapes; return whether there is a batch axis.
+
+        What does not fit raises what ``nn.MultiheadAttention`` raises for it.
+        """
         name = type(self).__name__
         for label, x in (("query", query), ("key", key), ("value", value)):
             if x.is_nested:
-                raise ValueError(
+                raise AssertionError(
                     f"{name}: {label} is a nested tensor, which it cannot take. Build "
                     "nn.TransformerEncoder with enable_nested_tensor=False; in one that is already "
                     "built, set use_nested_tensor = False (fastattn.convert of it does so)"
                 )
             if x.dim() not in (2, 3) or x.dim() != query.dim():
-                raise AssertionError(  # the type that nn.MultiheadAttention raises
+                raise AssertionError(
                     f"{name}: query, key and value must all be 3-D, or all 2-D when unbatched; "
                     f"{label} has shape {tuple(x.shape)}, query {tuple(query.shape)}"
                 )
         widths = (("query", query, self.embed_dim), ("key", key, self.kdim))
         for label, x, width in (*widths, ("value", value, self.vdim)):
             if x.shape[-1] != width:
-                raise ValueError(
+                raise AssertionError(
                     f"{name}: {label} must have width {width}, got shape {tuple(x.shape)}"
                 )
         if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(
+            raise AssertionError(
                 f"{name}: key and value must agree in batch and length, got {tuple(key.shape)} "
                 f"and {tuple(value.shape)}"
             )
@@ -324,67 +330,11 @@ class MultiHead(nn.MultiheadAttention):
         batch = 0 if self.batch_first else 1
         if batched and query.shape[batch] != key.shape[batch]:
             layout = "(b, n, width)" if self.batch_first else "(n, b, width)"
-            raise ValueError(
+            raise RuntimeError(
                 f"{name}: query and key must have the same batch in {layout}, got "
                 f"{tuple(query.shape)} and {tuple(key.shape)}"
             )
         return batched
-
-    def _is_causal(
-        self, mask: Tensor | None, hint: bool, query: Tensor, key: Tensor, batched: bool
-    ) -> bool:
-        axis = 1 if batched and self.batch_first else 0
-        n, s = query.shape[axis], key.shape[axis]
-        name = type(self).__name__
-        causal = self.causal or hint
-        if mask is not None:
-            if mask.dtype != torch.bool and not mask.is_floating_point():
-                raise AssertionError(f"{name}: attn_mask must be bool or float, got {mask.dtype}")
-            if tuple(mask.shape) != (n, s):
-                raise NotImplementedError(
-                    f"{name}: attn_mask of shape {tuple(mask.shape)} is not supported, only the "
-                    f"causal ({n}, {s}). {WAY_OUT}"
-                )
-            if not hint and not (self.causal and torch.compiler.is_compiling()):
-                causal = _mask_is_causal(mask, name) or causal
-            elif _checks_masks() and not _mask_is_causal(mask, name) and hint and n > 1:
-                raise ValueError(
-                    f"{name}: attn_mask of shape {tuple(mask.shape)} hides nothing, but is_causal "
-                    "is True: give the causal mask or none, or leave the hint out"
-                )
-        if causal and n != s:
-            raise ValueError(
-                f"{name}: causal attention needs as many keys as queries, got n = {n} and s = {s}"
-            )
-        return causal
-
-    def _ignored(self, mask: Tensor | None, key: Tensor, batched: bool) -> Tensor | None:
-        """The padding mask as ``(b, s)`` bool, True = ignore."""
-        if mask is None:
-            return None
-        name = type(self).__name__
-        axes = ((0, 1) if self.batch_first else (1, 0)) if batched else (0,)
-        shape = tuple(key.shape[axis] for axis in axes)
-        if tuple(mask.shape) != shape:
-            letters = "(b, s)" if batched else "(s,)"
-            raise ValueError(
-                f"{name}: key_padding_mask must be {letters} = {shape}, got shape "
-                f"{tuple(mask.shape)}"
-            )
-        if mask.dtype != torch.bool:
-            if not mask.is_floating_point():
-                raise AssertionError(
-                    f"{name}: key_padding_mask must be bool or float, got {mask.dtype}"
-                )
-            ignored = mask == -torch.inf
-            legal = ignored | (mask == 0)
-            if mask.device.type != "cpu" or torch.compiler.is_compiling():
-                torch._assert_async(legal.all(), f"{name}: {NO_BIAS}")  # no synchronisation
-            elif not legal.all():
-                largest = max(mask[~legal].tolist(), key=abs)
-                raise ValueError(f"{name}: {NO_BIAS}. The largest is {largest:g}")
-            mask = ignored
-        return mask if batched else mask.unsqueeze(0)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -394,25 +344,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.transpose(0, 1), weight, bias).transpose(0, 1)
 
 
-def _checks_masks() -> bool:
-    """Whether to read a mask although the hint is there: for debugging, and not when compiling."""
-    return not torch.compiler.is_compiling() and os.environ.get("FASTATTN_CHECK_MASKS") == "1"
+def number_layers(model: nn.Module) -> list[str]:
+    """Give each fastattn attention in a model random directions or blocks of its own.
 
+    For a model that is built of copies: ``nn.TransformerEncoder(layer, 6)`` copies the layer, and a
+    faithful copy has the directions of FAVOR+ (the random blocks of BigBird, the fixed projections
+    of Linformer) of what it is a copy of. The attentions get the numbers that ``fastattn.convert``
+    gives, by their order in the model, and draw by seed and number; fixed projections are drawn by
+    PyTorch's generator. Weights stay as they are, but learned directions start anew.
 
-def _mask_is_causal(mask: Tensor, name: str) -> bool:
-    """Whether the mask is the causal one; False if it hides nothing; anything else raises."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{name}: under torch.compile the values of attn_mask cannot be read. {WAY_OUT}"
-        )
-    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
-    future = torch.ones_like(hidden).triu(1)
-    biased = torch.zeros_like(hidden) if mask.dtype == torch.bool else ~hidden & (mask != 0)
-    facts = torch.stack((biased.any(), (hidden == future).all(), hidden.any()))
-    is_biased, is_causal, hides = facts.tolist()  # the one synchronisation
-    if is_biased or (hides and not is_causal):
-        shape = tuple(mask.shape)
-        raise NotImplementedError(
-            f"{name}: the attn_mask of shape {shape} is not the causal one. {WAY_OUT}"
-        )
-    return hides
+    Call it once, when the model is built: before it is trained, wrapped or loaded into. A number
+    is part of copies and pickles, and of no state dict, as the blocks that it decides; a model
+    that is built again is numbered again.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The dotted names of the attentions, in the order of their numbers.
+
+    Raises:
+        ValueError: There is no fastattn attention.
+    """
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    numbered = []
+    for layer, (name, module) in enumerate(layers):
+        if isinstance(module, MultiHead):
+            module._number(layer)
+            numbered.append(name)
+    if not numbered:
+        raise ValueError(f"{type(model).__name__} has no fastattn attention to number")
+    return numbered

@@ -33,7 +33,7 @@ class PerformerAttention(Recurrent):
 
     The directions are a buffer ``projection`` ``(num_features, head_dim)`` in float32, whatever
     ``dtype``, shared by the heads and saved with the module; a copy has the same. Layers differ by
-    their seeds, or by ``convert``, which numbers those of a call.
+    their seeds, or by their numbers, from ``convert`` or :func:`fastattn.nn.number_layers`.
 
     Args:
         embed_dim ... dtype: As in ``nn.MultiheadAttention``, in the same order.
@@ -190,6 +190,10 @@ class PerformerAttention(Recurrent):
                 setattr(self, name, nn.Parameter(value.to(device)))
             else:
                 self.register_buffer(name, value.to(device))
+
+    def _number(self, layer: int) -> None:
+        super()._number(layer)
+        self._reset_own(("projection",))
 
     def redraw_projection(self, epoch: int) -> None:
         """Draw the directions anew, outside of forward and backward.

@@ -108,7 +108,7 @@ def evaluate(
     count = min(recipe.first + recipe.last, n)
     which = torch.arange(count, device=row.device)
     whole = torch.where(which < first, which, last + which - first)  # (p, count) rows
-    every = row.expand(len(length), num_heads, count, n)
+    every = row.expand(length.shape[0], num_heads, count, n)
     limit = torch.where(whole < length, torch.minimum(whole + 1, length) if causal else length, 0)
     beyond = every >= limit[:, None, :, None]
     whole = whole.clamp(max=n - 1)[:, None, :, None].expand(every.shape)

@@ -163,8 +163,9 @@ def _clean(k: Tensor, mask: Tensor | None) -> Tensor:
 
 def _parts(*tensors: Tensor, mask: Tensor | None = None) -> list[tuple[Any, ...]]:
     """Pieces of the sequence, each with its piece of the mask; all of it where one is compiled."""
-    n = tensors[0].shape[2]
-    size = n if torch.compiler.is_compiling() else min(n, _tuning.favor_part())
+    if torch.compiler.is_compiling():
+        return [(*tensors, mask)]
+    size = min(tensors[0].shape[2], _tuning.favor_part())
     columns: list[Any] = [x.split(max(size, 1), 2) for x in tensors]
     columns.append([None] * len(columns[0]) if mask is None else mask.split(max(size, 1), 1))
     return list(zip(*columns, strict=True))

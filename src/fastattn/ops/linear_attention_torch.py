@@ -189,9 +189,12 @@ def _causal(
     ``strict`` leaves the token itself out. Returns the sums, and the final state.
     """
     n, chunk = q.shape[-2], _tuning.causal_chunk(k.shape[-1])
-    while chunk > 1 and chunk // 2 >= n:
+    known = _is_known(n)
+    while known and chunk > 1 and chunk // 2 >= n:
         chunk //= 2
     count = (n + chunk - 1) // chunk
+    if not known:  # one to spare, so that there are two at least and the last is never full
+        count = count + 1
     tail = count * chunk - n
     q, v = F.pad(q, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail))
     k = F.pad(k, (0, 0, 0, tail), value=-torch.inf if exp else 0)
@@ -200,7 +203,7 @@ def _causal(
         segment = F.pad(segment, (0, tail), value=-1).view(count, chunk)
 
     here = _within(q, k, v, exp, segment, strict)
-    past, final = _past(k, v, exp, state, segment)
+    past, final = _past(k, v, exp, state, segment, known and count == 1)
     before = read(q, *past)
     if segment is not None:  # a token of a later segment must not see that state
         last = F.pad(segment[:-1, -1:], (0, 0, 1, 0), value=-1)  # (chunks, 1)
@@ -208,6 +211,16 @@ def _causal(
     total, top = merge(here, before)
     total = total.flatten(-3, -2)[..., :n, :]
     return (total, None if top is None else top.flatten(-3, -2)[..., :n, :]), final
+
+
+def _is_known(n: int) -> bool:
+    """Whether a size is a number. A compiler has symbols for those that differ from call to call:
+    what is asked of one becomes a condition of the graph, which should serve them all."""
+    if not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # takes its time
+
+    return has_static_value(n)
 
 
 def _within(
@@ -266,9 +279,12 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
 
 
 def _past(
-    k: Tensor, v: Tensor, exp: bool, state: Scaled | None, segment: Tensor | None
+    k: Tensor, v: Tensor, exp: bool, state: Scaled | None, segment: Tensor | None, alone: bool
 ) -> tuple[Scaled, Scaled]:
-    """The state before every chunk, ``(..., chunks, d, e + 1)``, and the one after the last."""
+    """The state before every chunk, ``(..., chunks, d, e + 1)``, and the one after the last.
+
+    ``alone`` says that there is one chunk, where that is known.
+    """
     if segment is not None:  # only the last segment of a chunk lives on after it
         leaves = (segment != segment[:, -1:]).unsqueeze(-1)
         k, v = k.masked_fill(leaves, -torch.inf if exp else 0), v.masked_fill(leaves, 0)
@@ -276,7 +292,7 @@ def _past(
     if state is None:
         empty = k.new_full((*k.shape[:-3], 1, 1, k.shape[-1]), -torch.inf)
         state = kv.new_zeros(*kv.shape[:-3], 1, *kv.shape[-2:]), empty
-    if kv.shape[-3] == 1 and segment is None:  # a decoding step, among others
+    if alone and segment is None:  # a decoding step, among others
         start = state[0], None if shift is None or state[1] is None else state[1].mT
         total, top = merge(start, (kv, None if shift is None else shift.mT))
         return (state[0], None if shift is None else state[1]), (
