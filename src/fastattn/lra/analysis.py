@@ -8,14 +8,13 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fastattn.lra.data import Split
-from fastattn.lra.recipe import Recipe
+from fastattn.lra.recipe import with_defaults
 from fastattn.lra.tasks.listops import VOCABULARY
 
 KEEPS_VALUE = ("[MAX", "[MIN", "[MED")  # operators whose value over copies of x is x
@@ -153,8 +152,7 @@ def step_seconds(history: Sequence[Mapping[str, float]], begin: int = 0) -> floa
 
 def configuration(content: Mapping[str, Any], *more: Any) -> str:
     """A text that is equal for results of runs that differ by their seed alone."""
-    since = {field.name: field.default for field in fields(Recipe) if field.default is not MISSING}
-    recipe = {k: x for k, x in (since | content["recipe"]).items() if k != "seed"}
+    recipe = {k: x for k, x in with_defaults(content["recipe"]).items() if k != "seed"}
     same = [content.get(key) for key in ("task", "mixer", "positions", "pool")]
     return json.dumps([*same, recipe, *more], sort_keys=True)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from fastattn.lra.denoise import Denoise
@@ -265,3 +267,10 @@ class Recipe:
 def _cosine(first: float, last: float, share: float) -> float:
     """From ``first`` to ``last`` along half a cosine, as share goes from 0 to 1."""
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def with_defaults(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as a result has it; fields that are newer than the result had their defaults."""
+    newer = {field.name: field.default for field in fields(Recipe) if field.default is not MISSING}
+    plain: dict[str, Any] = json.loads(json.dumps(newer))
+    return plain | dict(recorded)

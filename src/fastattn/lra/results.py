@@ -6,14 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fastattn.lra.analysis import at_floor, configuration
 from fastattn.lra.mixers import mixers_of
 from fastattn.lra.protocols import DEFAULT, PROTOCOLS
-from fastattn.lra.recipe import Recipe
+from fastattn.lra.recipe import Recipe, with_defaults
 from fastattn.lra.recipes import RECIPES
 from fastattn.lra.tasks import TASKS
 
@@ -216,8 +216,7 @@ def _recipe(used: dict[str, Any]) -> str:
     if name not in RECIPES:
         return name
     ours = json.loads(json.dumps(asdict(RECIPES[name])))
-    since = {field.name: field.default for field in fields(Recipe) if field.default is not MISSING}
-    used = json.loads(json.dumps(since)) | used
+    used = with_defaults(used)
     changed = [
         f"{field}={used[field]}"
         for field in ours
