@@ -66,7 +66,7 @@ def draw_projection(
         signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(rotation)
         rows = (rotation * signs.unsqueeze(-2)).flatten(1, 2)[:, :num_features]
         found = rows * normal(heads, num_features, head_dim).norm(dim=-1, keepdim=True)
-    return (found[0] if num_heads is None else found).float()
+    return (found[0] if num_heads is None else found).float().contiguous()
 
 
 def favor_error(q: Tensor, k: Tensor, num_features: int, *, scale: float | None = None) -> Tensor:
