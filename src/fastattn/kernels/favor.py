@@ -39,11 +39,22 @@ def directions(w_ptr, start, factor, M: tl.constexpr, D: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit
-def rounded(w, PRECISION: tl.constexpr, DOT: tl.constexpr):
+def nearest(x, PRECISION: tl.constexpr, DOT: tl.constexpr):
+    """An operand of a product: the tensor cores cut float32 off, always towards zero, which no sum
+    averages out; half of the last bit that they keep makes it rounding. A NaN stays one."""
+    if DOT == tl.float32 and PRECISION == "tf32":
+        power = (x.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        x += power * 0.00048828125
+    return x.to(DOT)
+
+
+@triton.jit
+def rounded(x, PRECISION: tl.constexpr, DOT: tl.constexpr):
     """As the products have it."""
-    if DOT == tl.float32 and PRECISION == "tf32":  # the tensor cores would cut it off
-        w = ((w.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return w.to(DOT)
+    x = nearest(x, PRECISION, DOT)
+    if DOT == tl.float32 and PRECISION == "tf32":
+        x = (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -184,7 +195,8 @@ def sum_keys_kernel(
         scale = tl.exp2(top - finite)
         features = tl.exp2(logits - finite[:, None])
         mass = mass * scale + tl.sum(features, 1)
-        total = tl.dot(features.to(DOT), v, total * scale[:, None], input_precision=PRECISION)
+        features = nearest(features, PRECISION, DOT)
+        total = tl.dot(features, v, total * scale[:, None], input_precision=PRECISION)
         top = larger
 
     m, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
@@ -199,7 +211,8 @@ def sum_keys_kernel(
 def merge_kernel(
     share_ptr, table_ptr, kept_ptr,
     SHARES,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: the table and the log-sums of BLOCK_M features of one key head."""
     row_id = tl.program_id(0).to(tl.int64)
@@ -223,9 +236,9 @@ def merge_kernel(
         share_ptr += M * (E + 2)
 
     table_ptr += row_id * (M * (D + E))
-    dtype = table_ptr.dtype.element_ty
     mean = total / tl.where(mass == 0, 1.0, mass)[:, None]
-    tl.store(table_ptr + M * D + m[:, None] * E + e[None, :], mean.to(dtype), mask=exists)
+    mean = rounded(mean, PRECISION, DOT)
+    tl.store(table_ptr + M * D + m[:, None] * E + e[None, :], mean, mask=exists)
     tl.store(kept_ptr + row_id * M + m, top + tl.log2(mass), mask=m < M)  # -inf without a key
 
 
@@ -241,7 +254,8 @@ def meet(q, w, means, bias, total, mass, top,
     features = tl.exp2(logits - finite[:, None])
     mass = mass * scale + tl.sum(features, 1)
     total *= scale[:, None]
-    total = tl.dot(features.to(means.dtype), means, total, input_precision=PRECISION)
+    features = nearest(features, PRECISION, means.dtype)
+    total = tl.dot(features, means, total, input_precision=PRECISION)
     return total, mass, larger
 
 

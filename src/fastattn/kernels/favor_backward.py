@@ -20,8 +20,10 @@ from fastattn.kernels.favor import (
     hold,
     hold_sums,
     logarithms,
+    nearest,
     plus,
     put_sums,
+    rounded,
     rows,
     sums,
 )
@@ -63,7 +65,7 @@ def turn_query(
     weights = tl.exp2(logits - whole[:, None])
     slopes = tl.dot(dout, tl.trans(means), input_precision=PRECISION)  # [N, M]
     slopes = chain(weights * (slopes - delta[:, None]), products, RELU)
-    return tl.dot(slopes.to(w.dtype), w, dq, input_precision=PRECISION)
+    return tl.dot(nearest(slopes, PRECISION, w.dtype), w, dq, input_precision=PRECISION)
 
 
 @triton.jit
@@ -77,12 +79,13 @@ def turn_key(
     slope = tl.load(slope_ptr + m, mask=m < M, other=0.0)
     products = tl.dot(k, tl.trans(w), input_precision=PRECISION)
     weights = tl.exp2(logarithms(products, RELU) - half[:, None] - whole[None, :])  # [N, M]
-    dv = tl.dot(weights.to(w.dtype), dmeans, dv, input_precision=PRECISION)
+    narrow = nearest(weights, PRECISION, w.dtype)
+    dv = tl.dot(narrow, dmeans, dv, input_precision=PRECISION)
     slopes = tl.dot(v, tl.trans(dmeans), input_precision=PRECISION)
     slopes = weights * (slopes - slope[None, :])
     along += tl.sum(slopes, 1)
-    slopes = chain(slopes, products, RELU)
-    dk = tl.dot(slopes.to(w.dtype), w, dk, input_precision=PRECISION)
+    slopes = nearest(chain(slopes, products, RELU), PRECISION, w.dtype)
+    dk = tl.dot(slopes, w, dk, input_precision=PRECISION)
     return dk, dv, along
 
 
@@ -203,11 +206,12 @@ def sum_queries_kernel(
             slopes = tl.dot(means, tl.trans(dout), input_precision=PRECISION) - delta[None, :]
             slopes *= weights
             mass += tl.sum(slopes, 1)
-            slopes = chain(slopes, products, RELU).to(DOT)
+            slopes = nearest(chain(slopes, products, RELU), PRECISION, DOT)
             total = tl.dot(slopes, q, total, input_precision=PRECISION)
         else:
             mass += tl.sum(weights * delta[None, :], 1)
-            total = tl.dot(weights.to(DOT), dout, total, input_precision=PRECISION)
+            weights = nearest(weights, PRECISION, DOT)
+            total = tl.dot(weights, dout, total, input_precision=PRECISION)
 
     share = row_id * tl.num_programs(1) + tl.program_id(1)
     put_sums(dshare_ptr + share * (M * (WIDTH + 1)), start_m, total, mass, M, WIDTH, BLOCK_M, BLOCK)
@@ -217,7 +221,8 @@ def sum_queries_kernel(
 def add_kernel(
     dshare_ptr, table_ptr, dtable_ptr, slope_ptr,
     DSHARES,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program: dS and t of BLOCK_M features of one key head, from all its heads' shares."""
     row_id = tl.program_id(0).to(tl.int64)
@@ -231,12 +236,12 @@ def add_kernel(
         mass += tl.load(dshare_ptr + M * E + m, mask=m < M, other=0.0)
         dshare_ptr += M * (E + 1)
     dtable_ptr += row_id * (M * E)
-    rounded = total.to(dtable_ptr.dtype.element_ty)
-    tl.store(dtable_ptr + m[:, None] * E + e[None, :], rounded, mask=exists)
+    narrow = rounded(total, PRECISION, DOT)
+    tl.store(dtable_ptr + m[:, None] * E + e[None, :], narrow, mask=exists)
     # dS·v and t nearly cancel where values have a mean: t makes up for the rounding of dS
     table_ptr += row_id * (M * (D + E)) + M * D
     means = tl.load(table_ptr + m[:, None] * E + e[None, :], mask=exists, other=0.0)
-    mass += tl.sum((rounded.to(tl.float32) - total) * means.to(tl.float32), 1)
+    mass += tl.sum((narrow.to(tl.float32) - total) * means.to(tl.float32), 1)
     tl.store(slope_ptr + row_id * M + m, mass, mask=m < M)
 
 
@@ -340,7 +345,7 @@ def grad_directions_kernel(
         products = tl.dot(w, tl.trans(k), input_precision=PRECISION)  # [M, N]
         weights = tl.exp2(logarithms(products, RELU) - half[None, :] - whole[:, None])
         slopes = tl.dot(dmeans, tl.trans(v), input_precision=PRECISION) - slope[:, None]
-        slopes = chain(weights * slopes, products, RELU).to(DOT)
+        slopes = nearest(chain(weights * slopes, products, RELU), PRECISION, DOT)
         total = tl.dot(slopes, k, total, input_precision=PRECISION)
     share = row_id * tl.num_programs(1) + tl.program_id(1)
     put_sums(share_ptr + share * (M * (D + 1)), start_m, total, mass, M, D, BLOCK_M, BLOCK_D)
