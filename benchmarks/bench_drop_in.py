@@ -43,6 +43,7 @@ def bench_encoder(bench, rival, n, backward):
         [x],
         backward=backward,
         parameters=[*model.parameters()] if backward else (),
+        rounds=8,
         case={
             "op": f"nn.TransformerEncoder of {LAYERS} layers",
             "rival": rival,

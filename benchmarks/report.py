@@ -189,6 +189,10 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
                 pictures.mkdir(parents=True, exist_ok=True)
                 plot(group, pictures / f"{name}.png", x)
                 parts.append(f"![time, memory and error against {x}](benchmarks/{name}.png)\n")
+            rounds = {len(e.get("ms_rounds", [0])) for e in group}
+            if rounds != {1}:
+                several = " or ".join(map(str, sorted(rounds)))
+                parts.append(f"As called: the lowest of {several} medians; the JSON has all.\n")
             compared = x == "n" and not one_length(group, x)
             parts += [crossover(group) if compared else "", table(group, x) + "\n"]
     return "\n".join(parts)
