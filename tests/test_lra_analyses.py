@@ -172,7 +172,7 @@ def test_a_step_is_timed_by_the_median_stretch_of_its_phase():
     history = [{"step": step, "seconds": seconds} for step, seconds in ends]
     assert step_seconds(history) == 0.4  # of .1 .1 .8 .4 .4, without the first stretch
     assert step_seconds(history, begin=40) == 0.4
-    assert step_seconds(history[:1]) == 10.0
+    assert step_seconds(history[:1]) is None  # which says how long the start took
     assert step_seconds([]) is None
     assert step_seconds(history, begin=55) is None
 
@@ -269,6 +269,29 @@ def test_everything_that_applies_is_written(run, tmp_path, capsys):
     assert (feature["features"], feature["variant"], feature["of"]) == ("16", "positive", "test")
     points = rows(tmp_path / "curves.csv")
     assert [float(point["step"]) for point in points] == [5]
+
+
+def test_curves_compare_runs_at_the_time_of_the_shortest(run, tmp_path):
+    fit = json.loads((run / "result.json").read_text())["fit"]
+    points = {
+        "short": [(10, 0.2), (20, 0.4), (30, 0.3)],
+        "long": [(15, 0.1), (29, 0.5), (31, 0.9)],
+        "late": [(40, 0.7)],  # no validation by then
+    }
+    for name, found in points.items():
+        entry = fit["history"][0]
+        history = [
+            entry | {"step": 5 * i, "seconds": float(seconds), "val_accuracy": accuracy}
+            for i, (seconds, accuracy) in enumerate(found, 1)
+        ]
+        edited(run, tmp_path / name, fit=fit | {"history": history}, seed=len(found) + len(name))
+    runs = [tmp_path / name for name in points]
+    assert analyze(tmp_path / "out", *runs, what="curves") == 0
+    header, _, *lines = (tmp_path / "out/curves.md").read_text().split("| run |")[1].splitlines()
+    assert header.endswith("best validation accuracy within 30 s, % |")
+    assert [line.split("|")[-2].strip() for line in lines[:3]] == ["40.00", "50.00", "–"]
+    assert analyze(tmp_path / "one", runs[0], what="curves") == 0
+    assert "within" not in (tmp_path / "one/curves.md").read_text().split("| run |")[1]
 
 
 def test_recorded_and_recomputed_accuracies_of_operators_agree(run, data, tmp_path):

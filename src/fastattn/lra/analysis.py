@@ -136,8 +136,7 @@ def step_seconds(history: Sequence[Mapping[str, float]], begin: int = 0) -> floa
         begin: Leave out the stretches that start before this step, as another phase.
 
     Returns:
-        None where there is no stretch. The first of a run has its compilations, and is left out
-        where there are others.
+        None where there is no stretch. The first of a run is left out: it has its compilations.
     """
     ends = [(0.0, 0.0), *((entry["step"], entry["seconds"]) for entry in history)]
     stretches = [
@@ -145,8 +144,8 @@ def step_seconds(history: Sequence[Mapping[str, float]], begin: int = 0) -> floa
         for former, later in itertools.pairwise(ends)
         if former[0] >= begin and later[0] > former[0]
     ]
-    if begin == 0 and len(stretches) > 1:
-        del stretches[0]
+    if begin == 0:
+        del stretches[:1]
     return statistics.median(stretches) if stretches else None
 
 

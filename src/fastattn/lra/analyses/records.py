@@ -20,9 +20,11 @@ Lines: TypeAlias = dict[str, dict[float, float]]  # values at places, by label
 def curves(runs: Runs, options: Options) -> Analysis:
     """Learning curves
 
-    The table has the best validation; the CSV every point.
+    The table has the best validation, and of several runs the best in as much training as the
+    shortest took; the CSV has every point.
     """
     notes = Notes(runs)
+    least = min((run.history[-1]["seconds"] for run in runs.values() if run.history), default=0.0)
     rows: list[Sequence[Value]] = []
     points: list[Sequence[Value]] = []
     names = ("step", "seconds", "lr", "train_loss", "val_loss", "val_accuracy")
@@ -38,15 +40,18 @@ def curves(runs: Runs, options: Options) -> Analysis:
             test = None if run.test is None else 100 * run.test
             losses = float(last["train_loss"]), float(last["val_loss"])
             accuracies = 100 * best["val_accuracy"], best["step"], test
-            rows.append((label, run.seed, last["step"], run.seconds, *losses, *accuracies))
+            early = [x["val_accuracy"] for x in run.history if x["seconds"] <= least]
+            soon = 100 * max(early) if early and len(runs) > 1 else None
+            rows.append((label, run.seed, last["step"], run.seconds, *losses, *accuracies, soon))
             points += [(label, *(entry.get(name) for name in names)) for entry in run.history]
     columns = ["run", "seed", "steps", "training, s", "last training loss, nats"]
     columns += ["last validation loss, nats", "best validation accuracy, %", "at step"]
+    within = f"best validation accuracy within {least:.0f} s, %"
     floors = [run.content["floors"] for run in shown.values()]
     alike = all(floor == floors[0] for floor in floors)
     histories = {label: run.history for label, run in shown.items()}
     return Analysis(
-        Table((*columns, "test accuracy, %"), rows).without_empty_columns(),
+        Table((*columns, "test accuracy, %", within), rows).without_empty_columns(),
         notes,
         lambda path: draw_curves(path, histories, floors[0] if alike else {}),
         Table(("run", *names), points),
