@@ -3,7 +3,7 @@
 Triton looks at every argument of every launch to find the variant that it compiled for them. Our
 kernels fix the types of sizes and strides and take tensors that start at multiples of 16 bytes, so
 the caller's options alone decide the variant: it is looked up by them, and launched as Triton and
-inductor do it, without the hooks of a profiler where none is set.
+inductor do it, by addresses, and without the hooks of a profiler where none is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-_variants: dict[tuple[str, Hashable, int], tuple[Any, tuple[Any, ...], Any]] = {}
+_variants: dict[tuple[str, Hashable, int], tuple[Any, tuple[int, ...], tuple[Any, ...], Any]] = {}
 
 
 def launch(
@@ -39,17 +39,20 @@ def launch(
     if variant is None or device != torch.cuda.current_device():
         _first_launch(kernel, grid, arguments, options, constants)
         return
-    compiled, constants_after, hooks = variant
+    compiled, tensors, constants_after, hooks = variant
     if getattr(hooks.launch_enter_hook, "calls", hooks.launch_enter_hook):  # a chain, or one
         compiled[grid](*arguments, *constants_after)
     else:
+        addresses = list(arguments)  # of a tensor Triton asks the driver whether it is on a GPU
+        for i in tensors:
+            addresses[i] = arguments[i].data_ptr()
         compiled.run(
             *grid,
             torch._C._cuda_getCurrentRawStream(device),
             compiled.function,
             compiled.packed_metadata,
             *(None, None, None),  # for hooks: what is launched, before it, after it
-            *arguments,
+            *addresses,
             *constants_after,
         )
 
@@ -77,7 +80,8 @@ def _first_launch(
         from triton.knobs import runtime
 
         rest = tuple(chosen[k] for k in parameters)
-        _variants[kernel, options, device] = compiled, rest, runtime
+        tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
+        _variants[kernel, options, device] = compiled, tensors, rest, runtime
 
 
 def dense(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from fastattn.nn.linformer_sums import (
     resampled,
 )
 from fastattn.nn.multihead import MultiHead, linear
-from fastattn.ops.linformer import BACKENDS, attend
+from fastattn.ops.linformer import BACKENDS, attend, linformer_attention
 from fastattn.ops.linformer_torch import attend_to_segments
 
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
@@ -39,6 +39,16 @@ class _Keys(NamedTuple):
     off: Tensor | None  # (b, slots) that nobody sees
     compressed: bool  # keys and values are slots already
     extra: int = 0  # of keys, the last so many are slots of their own
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """Of keys and of values, where slots are their products with tokens alone."""
+        key, value = self.of_key, self.of_value
+        if key is None or value is None or self.extra:
+            return None
+        if any(x.rows is not None or x.of_samples for x in (key, value)):
+            return None
+        return key.matrix, value.matrix
 
 
 class LinformerAttention(MultiHead):
@@ -385,13 +395,18 @@ class LinformerAttention(MultiHead):
             projections = self.compress_key.to(k.dtype), own.to(k.dtype)
             scale = self.head_dim**-0.5
             return attend_to_segments(q, k, v, *projections, about.ignored, each, tokens, scale)
-        off = about.off
+        off, scale = about.off, self.head_dim**-0.5
         if not about.compressed:
+            if (matrices := about.matrices) is not None:
+                mask, backend = about.ignored, self.backend
+                return linformer_attention(
+                    q, k, v, *matrices, key_padding_mask=mask, scale=scale, backend=backend
+                )
             k, v = self._compress_heads(k, v, about)
         if off is not None:
             off = F.pad(off, (0, about.extra)).expand(q.shape[0], -1)
         k, v = k.to(q.dtype), v.to(q.dtype)  # sums of autocast may be wider
-        return attend(q, k, v, off, self.head_dim**-0.5, self.backend)
+        return attend(q, k, v, off, scale, self.backend)
 
     def _compress_heads(self, k: Tensor, v: Tensor, about: _Keys) -> tuple[Tensor, Tensor]:
         """Heads of tokens to heads of slots; what ``_extend`` has added stays behind them."""

@@ -211,12 +211,14 @@ class MultiHead(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(b, n, width)`` each to ``(b, h, n, d)`` each, in as few products as stock."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
+        if query is key and key is value and weight is not None:  # the usual: in fewest views
+            all_three = linear(query, weight, bias).unflatten(-1, (3, self.num_heads, -1))
+            q, k, v = all_three.unbind(2)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if weight is None:
             biases = (None,) * 3 if bias is None else bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             parts = map(linear, (query, key, value), weights, biases)
-        elif query is key and key is value:
-            parts = iter(linear(query, weight, bias).chunk(3, -1))
         elif key is value:
             sizes = [self.embed_dim, 2 * self.embed_dim]
             for_q, for_kv = weight.split(sizes)

@@ -68,15 +68,15 @@ def linformer_attention(
     same = v is k
     q, k, v = under_autocast(q, k, v)
     v = k if same else v
-    call, h = _check_inputs(q, k, v, proj_k, proj_v, key_padding_mask, scale), q.shape[1]
-    if _select(q, backend) == "reference":  # whose slots are not rounded
-        with in_full_precision(q.device.type):
-            return _reference(q, k, v, *call)
-    proj_k, proj_v, mask, _ = call
-    keys, values = compress_both(k, v, proj_k, proj_v, mask, h, backend)
-    if keys.shape[1] != values.shape[1]:  # one projection is of heads, and heads are grouped
-        keys, values = (x.repeat_interleave(h // x.shape[1], 1) for x in (keys, values))
-    return attend(q, keys, values, None, call.scale, backend)
+    call = _check_inputs(q, k, v, proj_k, proj_v, key_padding_mask, scale)
+    paths = {
+        "torch": torch_path.whole_attention,
+        "triton": triton_path.whole_attention,
+        "reference": _reference,  # whose slots are not rounded
+    }
+    run = _select(q, backend)
+    with in_full_precision(q.device.type):
+        return paths[run](q, k, v, *call)
 
 
 def linformer_attention_reference(

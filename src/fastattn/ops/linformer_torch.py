@@ -7,6 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def whole_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    proj_k: Tensor,
+    proj_v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Both halves."""
+    keys, values = (compress(x, p, mask, q.shape[1]) for x, p in ((k, proj_k), (v, proj_v)))
+    return attend(q, keys, values, None, scale)
+
+
 def compress(x: Tensor, proj: Tensor, mask: Tensor | None, h: int) -> Tensor:
     """``(b, h_kv, s, d)`` by ``(slots, L)`` or ``(h, slots, L)``: ``(b, h_kv or h, slots, d)``.
 

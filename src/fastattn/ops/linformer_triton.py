@@ -6,7 +6,6 @@ and the log-sum of every row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,16 @@ from torch.autograd.function import once_differentiable
 
 from fastattn import _autograd, _tuning
 from fastattn._launch import dense, heads_inside, launch, merged, whole
-from fastattn.ops.linformer_launch import add, constants, options_of, tiles_of
+from fastattn.ops.linformer_launch import (
+    add,
+    alike,
+    constants,
+    launch_compress,
+    launch_grad_projection,
+    launch_grad_tokens,
+    options_of,
+    tiles_of,
+)
 
 LOG2E = 1.4426950408889634
 _lib = torch.library.Library("fastattn", "FRAGMENT")
@@ -55,15 +63,42 @@ def compress_both(
     k: Tensor, v: Tensor, proj_k: Tensor, proj_v: Tensor, mask: Tensor | None, h: int
 ) -> tuple[Tensor, Tensor]:
     """The same of two, in one launch where they are alike. Where v is k, its gradient is one."""
-    if (
+    if _are_alike(k, v, proj_k, proj_v):
+        keys, values = _compress_all((k, proj_k, None if v is k else v, proj_v), mask, h)
+        return keys, values
+    return compress(k, proj_k, mask, h), compress(v, proj_v, mask, h)
+
+
+def whole_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    proj_k: Tensor,
+    proj_v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Both halves, for autograd one step: each of its steps costs more than a short kernel runs."""
+    pair = k, proj_k, None if v is k else v, proj_v
+    if _are_alike(k, v, proj_k, proj_v) and _autograd.needs_gradient(q, *pair):
+        heads = q.shape[1] if proj_k.dim() == 3 else k.shape[1]
+        out: Tensor = _autograd.apply(_Whole, q, *pair, mask, heads, scale)[0]
+        return out
+    keys, values = compress_both(k, v, proj_k, proj_v, mask, q.shape[1])
+    if keys.shape[1] != values.shape[1]:  # one projection is of heads, and heads are grouped
+        h = q.shape[1]
+        keys, values = (x.repeat_interleave(h // x.shape[1], 1) for x in (keys, values))
+    return attend(q, keys, values, None, scale)
+
+
+def _are_alike(k: Tensor, v: Tensor, proj_k: Tensor, proj_v: Tensor) -> bool:
+    """Whether one launch compresses both."""
+    return (
         k.shape == v.shape
         and proj_k.shape == proj_v.shape
         and k.dtype == v.dtype
         and proj_k.dtype == proj_v.dtype
-    ):
-        keys, values = _compress_all((k, proj_k, None if v is k else v, proj_v), mask, h)
-        return keys, values
-    return compress(k, proj_k, mask, h), compress(v, proj_v, mask, h)
+    )
 
 
 def _compress_all(
@@ -110,12 +145,16 @@ class _Compress(torch.autograd.Function):
 
 
 def _compress_back(ctx: Any, dslots: Tensor, other_dslots: Tensor | None = None) -> Any:
-    operator = torch.ops.fastattn.linformer_compress_backward.default
     wanted = ctx.needs_input_grad[:4]
-    given = dslots, other_dslots, *ctx.saved_tensors, *wanted
-    found = _autograd.call_once(operator, _compress_backward, *given)
+    return *_call_compress_backward(dslots, other_dslots, *ctx.saved_tensors, *wanted), None, None
+
+
+def _call_compress_backward(dslots: Tensor, other_dslots: Tensor | None, *given: Any) -> list[Any]:
+    """Gradients of x and projection, and of the others; None where not wanted."""
+    operator, wanted = torch.ops.fastattn.linformer_compress_backward.default, given[5:]
+    found = _autograd.call_once(operator, _compress_backward, dslots, other_dslots, *given)
     found = *found, *(None,) * (4 - len(found))
-    return *(x if want else None for x, want in zip(found, wanted, strict=True)), None, None
+    return [x if want else None for x, want in zip(found, wanted, strict=True)]
 
 
 _compress_once = once_differentiable(_compress_back)
@@ -151,14 +190,44 @@ def _attend_back(ctx: Any, dout: Tensor | None, _: None) -> Any:
 _attend_once = once_differentiable(_attend_back)
 
 
-def _heads_of(x: Tensor, proj: Tensor, heads: int) -> int:
-    """How many of the heads that come out read one head of x."""
-    return heads // x.shape[1] if proj.dim() == 3 else 1
+class _Whole(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: Tensor, x: Tensor, proj: Tensor, other_x: Any, other_proj: Tensor, mask: Tensor | None,
+        heads: int, scale: float,
+    ) -> Any:  # fmt: skip
+        slots = _call_compress(x, proj, other_x, other_proj, mask, heads)
+        return *_call_attend(q, *slots, None, scale), *slots
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[7]
+        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (_whole_once if torch.is_grad_enabled() else _whole_back)(ctx, *grads)
 
 
-def _columns(x: Tensor, proj: Tensor, heads: int, tile: int) -> int:
-    """Tiles of columns in a sample: one of these heads each, or of all heads of x side by side."""
-    return heads if proj.dim() == 3 else -(-x.shape[1] * x.shape[3] // tile)
+def _whole_back(ctx: Any, dout: Tensor | None, *_: None) -> Any:
+    if dout is None:
+        return (None,) * 8
+    q, *tokens, out, lse, keys, values = ctx.saved_tensors
+    given = dout, q, keys, values, None, out, lse, ctx.scale
+    operator = torch.ops.fastattn.linformer_attend_backward.default
+    dq, *dslots = _autograd.call_once(operator, _attend_backward, *given)
+    wanted = ctx.needs_input_grad[1:5]
+    found = [None] * 4
+    if any(wanted):
+        found = _call_compress_backward(*dslots, *tokens, *wanted)
+    return dq, *found, None, None, None
+
+
+_whole_once = once_differentiable(_whole_back)
 
 
 def _readable(s: int, *projections: Tensor) -> tuple[Tensor, ...]:
@@ -171,10 +240,6 @@ def _readable(s: int, *projections: Tensor) -> tuple[Tensor, ...]:
         return projections
     # no padding would keep other strides
     return tuple(F.pad(p[..., :s], (0, -s % 8)).contiguous() for p in projections)
-
-
-def _strides_of(proj: Tensor) -> tuple[int, int]:
-    return (proj.stride(0) if proj.dim() == 3 else 0), proj.stride(-2)
 
 
 def _compress(
@@ -191,8 +256,8 @@ def _compress(
     if made[0].numel():
         tokens = _dense(pairs)
         projections = _readable(x.shape[2], *(p for _, p in pairs))
-        for group in _alike([*zip(tokens, projections, made, strict=True)]):
-            _launch_compress(hidden, *group)
+        for group in alike([*zip(tokens, projections, made, strict=True)]):
+            launch_compress(hidden, *group)
     return made
 
 
@@ -209,40 +274,6 @@ def _pairs(
 def _dense(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     x = dense(pairs[0][0])
     return [x, *(x if y is pairs[0][0] else dense(y) for y, _ in pairs[1:])]
-
-
-def _alike(given: list[Any]) -> list[Any]:
-    """One group, or groups of one where the strides of two tensors that kernels read differ."""
-    if len(given) == 2 and any(a.stride() != b.stride() for a, b in zip(*given, strict=True)):
-        return [[one] for one in given]
-    return [given] if given else []
-
-
-def _launch_compress(hidden: Tensor | None, *group: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, proj, slots_of = group[0]
-    (b, _, s, d), (_, heads, slots, _) = x.shape, slots_of.shape
-    options = options_of(x, proj.dtype, d, hidden, proj.dim() == 3, slots)
-    tiles = tiles_of("linformer.compress", options)
-    g, columns = _heads_of(x, proj, heads), _columns(x, proj, heads, tiles["BLOCK_C"])
-    slot_tiles = -(-slots // tiles["BLOCK_K"]) * len(group)
-    splits = _tuning.linformer_splits(b * columns * slot_tiles, s, x.device, 2)
-    one, size = splits == 1, splits * slots_of.numel()
-    shares = [m if one else x.new_empty(size, dtype=torch.float32) for *_, m in group]
-    each = [(y, p, share) for (y, p, _), share in zip(group, shares, strict=True)]
-    launch(
-        "linformer.compress",
-        (b * columns, splits, slot_tiles),
-        (*_flat(each), hidden, *x.stride()[:3], *_strides_of(proj), heads, g, s, slots, b, columns),
-        options._replace(whole=one, pair=len(group) == 2),
-        constants,
-    )
-    if not one:
-        add(splits, *((share, m) for share, (*_, m) in zip(shares, group, strict=True)))
-
-
-def _flat(group: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor | None, ...]:
-    """Three tensors of one and of another, or None for those."""
-    return (*group[0], *(group[1] if len(group) == 2 else (None,) * 3))
 
 
 def _compress_backward(
@@ -268,56 +299,14 @@ def _compress_backward(
         of_x = [*zip(dz, projections, into, strict=False)]
         if not same:
             of_x = [one for one, want in zip(of_x, wanted[::2], strict=False) if want]
-        for group in [of_x] if same else _alike(of_x):
-            _launch_grad_tokens(hidden, x.shape, same, *group)
+        for group in [of_x] if same else alike(of_x):
+            launch_grad_tokens(hidden, x.shape, same, *group)
     if wanted[1] or wanted[3]:
         of_proj = [*zip(_dense(pairs), dz, grads[1::2], strict=True)]
         of_proj = [one for one, want in zip(of_proj, wanted[1::2], strict=False) if want]
-        for group in _alike(of_proj):
-            _launch_grad_projection(hidden, *group)
+        for group in alike(of_proj):
+            launch_grad_projection(hidden, *group)
     return grads
-
-
-def _launch_grad_tokens(
-    hidden: Tensor | None,
-    shape: Sequence[int],
-    same: bool,
-    *group: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """``same``: both add to one gradient."""
-    (b, h_kv, s, d), (dslots, proj, dx) = shape, group[0]
-    (_, heads, slots, _), kernel = dslots.shape, "linformer_backward.grad_tokens"
-    options = options_of(dx, proj.dtype, d, hidden, proj.dim() == 3, slots)
-    tiles = tiles_of(kernel, options)
-    columns = _columns(dx, proj, h_kv, tiles["BLOCK_C"])
-    launch(
-        kernel,
-        (b * columns * -(-s // tiles["BLOCK_N"]), 1 if same else len(group), 1),
-        (*_flat(group), hidden, *_strides_of(proj), h_kv, _heads_of(dx, proj, heads), s, slots,
-         columns),
-        options._replace(pair=len(group) == 2, same=same),
-        constants,
-    )  # fmt: skip
-
-
-def _launch_grad_projection(hidden: Tensor | None, *group: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, dslots, dproj = group[0]
-    (b, _, s, d), (_, heads, slots, _) = x.shape, dslots.shape
-    own, kernel = dproj.dim() == 3, "linformer_backward.grad_projection"
-    if s < dproj.shape[-1]:
-        for *_, of in group:
-            of.zero_()
-    options = options_of(x, dproj.dtype, d, hidden, own, slots)
-    tiles = tiles_of(kernel, options)
-    count = (heads if own else 1) * len(group)
-    launch(
-        kernel,
-        (-(-s // tiles["BLOCK_N"]), -(-slots // tiles["BLOCK_K"]), count),
-        (*_flat(group), hidden, *x.stride()[:3], *_strides_of(dproj), heads,
-         _heads_of(x, dproj, heads), s, slots, b),
-        options._replace(pair=len(group) == 2),
-        constants,
-    )  # fmt: skip
 
 
 def _compress_gradients(
