@@ -38,11 +38,11 @@ bench: .venv/bench.stamp
 	    --rootdir=. $$file --benchmark-json=$$folder/$${file%.py}.json || exit 1; done
 	$(BIN)/python benchmarks/report.py
 
-# The page of all recorded training runs, and their accuracy per root operator.
+# The page of all recorded training runs, their accuracy per root operator, and what a curriculum did.
 results: .venv/lra.stamp
 	$(BIN)/fastattn-lra report benchmarks/results --out docs/results.md
 	$(BIN)/fastattn-lra analyze $$(for run in benchmarks/results/*/lra/listops*/*/; do echo --run $$run; \
-	    done) --out docs/results --what roots
+	    done) --out docs/results --what roots,curriculum
 
 docs: .venv/dev.stamp
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build

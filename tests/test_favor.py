@@ -314,7 +314,9 @@ def test_a_draw_is_named_by_its_arguments_alone():
     assert (heads[0] - heads[1]).abs().min() > 0
 
 
-@pytest.mark.parametrize("m", [8, 16, 20])  # one block of rows comes from the factorisation as it is
+@pytest.mark.parametrize(
+    "m", [8, 16, 20]
+)  # one block of rows comes from the factorisation as it is
 def test_a_draw_is_contiguous(m):
     assert draw_projection(m, 16).is_contiguous()
     assert draw_projection(m, 16, num_heads=2).is_contiguous()

@@ -24,6 +24,7 @@ from fastattn.lra.tasks import TASKS
 from fastattn.lra.tasks.listops import evaluate, from_text
 
 COMMITTED = sorted(Path(__file__).parent.parent.glob("benchmarks/results/*/lra/*/*"))
+OLDER = [x for x in COMMITTED if '"checkpoint"' not in (x / "result.json").read_text()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -231,9 +232,11 @@ def test_an_error_of_the_gpu_is_no_lack_of_memory():
 
 def test_labels_say_what_differs():
     assert len(set(labels([read_result(path) for path in COMMITTED]))) == len(COMMITTED)
-    first = [path for path in COMMITTED if path.parts[-2] in ("listops-budget", "listops-mini")]
-    found = labels([read_result(path) for path in first])
-    assert {"softmax", "linear, NVIDIA H200", "bigbird:num_random_blocks=4"} <= set(found)
+    found = set(labels([read_result(path) for path in OLDER]))
+    assert {"softmax", "linear", "bigbird:num_random_blocks=4"} <= found
+    budget = [path for path in COMMITTED if path.parts[-2] == "listops-budget"]
+    found = set(labels([read_result(path) for path in budget]))
+    assert {"linear, NVIDIA H200, compiled", "performer"} <= found
 
 
 # The command
@@ -271,27 +274,38 @@ def test_everything_that_applies_is_written(run, tmp_path, capsys):
     assert [float(point["step"]) for point in points] == [5]
 
 
-def test_curves_compare_runs_at_the_time_of_the_shortest(run, tmp_path):
-    fit = json.loads((run / "result.json").read_text())["fit"]
-    points = {
-        "short": [(10, 0.2), (20, 0.4), (30, 0.3)],
-        "long": [(15, 0.1), (29, 0.5), (31, 0.9)],
-        "late": [(40, 0.7)],  # no validation by then
+def test_a_curriculum_is_compared_at_the_time_of_the_shorter_run(run, tmp_path, capsys):
+    content = json.loads((run / "result.json").read_text())
+    fit, recipe = content["fit"], content["recipe"]
+    phase, short = recipe["phases"][-1], {"lengths": [5, 10], "num_samples": 8}
+    first = recipe | {"phases": [phase | short, phase], "name": "short-first"}
+    plain = recipe | {"phases": [phase], "name": "plain"}
+    histories = {
+        "on": (first, "linear", [(10, 0.2), (20, 0.4), (40, 0.9)]),
+        "off": (plain, "linear", [(15, 0.1), (30, 0.3)]),
+        "alone": (first, "softmax", [(10, 0.2)]),
+        "late": (first, "performer", [(50, 0.7)]),  # no validation by then
+        "soon": (plain, "performer", [(20, 0.2)]),
     }
-    for name, found in points.items():
+    for name, (chosen, mixer, found) in histories.items():
         entry = fit["history"][0]
         history = [
             entry | {"step": 5 * i, "seconds": float(seconds), "val_accuracy": accuracy}
             for i, (seconds, accuracy) in enumerate(found, 1)
         ]
-        edited(run, tmp_path / name, fit=fit | {"history": history}, seed=len(found) + len(name))
-    runs = [tmp_path / name for name in points]
-    assert analyze(tmp_path / "out", *runs, what="curves") == 0
-    header, _, *lines = (tmp_path / "out/curves.md").read_text().split("| run |")[1].splitlines()
-    assert header.endswith("best validation accuracy within 30 s, % |")
-    assert [line.split("|")[-2].strip() for line in lines[:3]] == ["40.00", "50.00", "–"]
-    assert analyze(tmp_path / "one", runs[0], what="curves") == 0
-    assert "within" not in (tmp_path / "one/curves.md").read_text().split("| run |")[1]
+        changed = {"fit": fit | {"history": history}, "recipe": chosen, "mixer": mixer}
+        edited(run, tmp_path / name, **changed)
+    runs = [tmp_path / name for name in histories]
+    assert analyze(tmp_path / "out", *runs, what="curriculum") == 0
+    assert "no run without a curriculum is like it otherwise (softmax)" in capsys.readouterr().out
+    one, late = rows(tmp_path / "out/curriculum.csv")
+    assert (one["on"], one["off"], float(one["time, s"])) == ("short-first", "plain", 30)
+    told = "validation in that time, on, %", "off, %", "of the whole run, on, %", "off, whole, %"
+    assert [float(one[name]) for name in told] == [40, 30, 90, 30]
+    assert [late[name] for name in told] == ["", "20.0", "70.0", "20.0"]
+    assert (tmp_path / "out/curriculum.png").read_bytes().startswith(b"\x89PNG")
+    assert analyze(tmp_path / "none", tmp_path / "off", what="curriculum") == 2
+    assert "no run begins with documents of some lengths" in capsys.readouterr().err
 
 
 def test_recorded_and_recomputed_accuracies_of_operators_agree(run, data, tmp_path):
@@ -649,17 +663,16 @@ def test_a_step_is_made_for_its_length(run, tmp_path):
 
 
 def test_committed_results_of_older_versions_are_analysed(tmp_path, capsys):
-    older = [x for x in COMMITTED if x.parent.name in ("listops-budget", "listops-mini")]
-    assert len(older) >= 6
-    assert analyze(tmp_path, *older) == 0
+    assert len(OLDER) >= 6
+    assert analyze(tmp_path, *OLDER) == 0
     printed = capsys.readouterr().out
     assert "multiplication: does not apply: no checkpoints/best.ckpt" in printed
     found = rows(tmp_path / "roots.csv")
-    assert len(found) == 5 * len(older)
+    assert len(found) == 5 * len(OLDER)
     assert {row["root"] for row in found} == {"[MIN", "[MAX", "[MED", "[SM", "all"}
     speeds = {row["run"]: float(row["recorded step, ms"]) for row in rows(tmp_path / "speed.csv")}
-    assert speeds["linear, NVIDIA H200"] == pytest.approx(32.2, abs=0.1)
-    assert len(rows(tmp_path / "curves.csv")) == 20 * len(older)
+    assert speeds["linear"] == pytest.approx(49.7, abs=0.1)
+    assert len(rows(tmp_path / "curves.csv")) == 20 * len(OLDER)
 
 
 def test_a_run_of_another_task_is_left_out_by_name(run, tmp_path, capsys):

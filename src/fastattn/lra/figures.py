@@ -110,7 +110,7 @@ def draw_panels(
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
         if ticks is not None:
-            axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
+            axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks], rotation=30)
             axes.minorticks_off()
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)

@@ -16,7 +16,8 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what",
         type=lambda names: names.split(","),
-        help="of roots,multiplication,reach,memory,speed,curves,features; default: what applies",
+        help="of roots,multiplication,reach,memory,speed,curves,curriculum,features; "
+        "default: what applies",
     )
     parser.add_argument("--data-dir", type=Path, help="instead of the data it was trained on")
     parser.add_argument("--batch-size", type=int, help="of measured steps; default: the recipe's")

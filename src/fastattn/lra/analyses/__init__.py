@@ -13,7 +13,7 @@ from pathlib import Path
 from fastattn.lra.analyses.common import Analysis, Options, Runs
 from fastattn.lra.analyses.lists import multiplication, roots
 from fastattn.lra.analyses.models import memory, receptive_field, speed
-from fastattn.lra.analyses.records import curves, features
+from fastattn.lra.analyses.records import curriculum, curves, features
 from fastattn.lra.results import Result, labels, read_result, with_origins
 from fastattn.lra.tables import escape, write_text
 
@@ -26,6 +26,7 @@ ANALYSES: dict[str, Callable[[Runs, Options], Analysis]] = {
     "memory": memory,
     "speed": speed,
     "curves": curves,
+    "curriculum": curriculum,
     "features": features,
 }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fastattn.lra.analyses.common import Analysis, Notes, Options, Runs
 from fastattn.lra.analysis import mean_and_spread, step_seconds
-from fastattn.lra.figures import draw_curves, draw_lines
+from fastattn.lra.figures import draw_curves, draw_lines, draw_rows
 from fastattn.lra.mixers import mixers_of
 from fastattn.lra.results import Result, how_trained, recipe_of
 from fastattn.lra.tables import Table, Value
@@ -20,11 +21,9 @@ Lines: TypeAlias = dict[str, dict[float, float]]  # values at places, by label
 def curves(runs: Runs, options: Options) -> Analysis:
     """Learning curves
 
-    The table has the best validation, and of several runs the best in as much training as the
-    shortest took; the CSV has every point.
+    The table has the best validation; the CSV every point.
     """
     notes = Notes(runs)
-    least = min((run.history[-1]["seconds"] for run in runs.values() if run.history), default=0.0)
     rows: list[Sequence[Value]] = []
     points: list[Sequence[Value]] = []
     names = ("step", "seconds", "lr", "train_loss", "val_loss", "val_accuracy")
@@ -40,22 +39,76 @@ def curves(runs: Runs, options: Options) -> Analysis:
             test = None if run.test is None else 100 * run.test
             losses = float(last["train_loss"]), float(last["val_loss"])
             accuracies = 100 * best["val_accuracy"], best["step"], test
-            early = [x["val_accuracy"] for x in run.history if x["seconds"] <= least]
-            soon = 100 * max(early) if early and len(runs) > 1 else None
-            rows.append((label, run.seed, last["step"], run.seconds, *losses, *accuracies, soon))
+            rows.append((label, run.seed, last["step"], run.seconds, *losses, *accuracies))
             points += [(label, *(entry.get(name) for name in names)) for entry in run.history]
     columns = ["run", "seed", "steps", "training, s", "last training loss, nats"]
     columns += ["last validation loss, nats", "best validation accuracy, %", "at step"]
-    within = f"best validation accuracy within {least:.0f} s, %"
     floors = [run.content["floors"] for run in shown.values()]
     alike = all(floor == floors[0] for floor in floors)
     histories = {label: run.history for label, run in shown.items()}
     return Analysis(
-        Table((*columns, "test accuracy, %", within), rows).without_empty_columns(),
+        Table((*columns, "test accuracy, %"), rows).without_empty_columns(),
         notes,
         lambda path: draw_curves(path, histories, floors[0] if alike else {}),
         Table(("run", *names), points),
     )
+
+
+def curriculum(runs: Runs, options: Options) -> Analysis:
+    """Curriculum by length, on and off
+
+    Each two runs that differ in their recipe alone, of which one begins with documents of some
+    lengths: the best validation in as many seconds of training as the shorter of the two took, and
+    of all of each.
+    """
+    notes = Notes(runs)
+    on: dict[str, Result] = {}
+    off: dict[tuple[Any, ...], Result] = {}
+    for label, run in runs.items():
+        with notes.of(label):
+            if run.validation is None or not run.history:
+                raise ValueError("the run has no validation yet")
+            if any(phase.lengths for phase in recipe_of(run).phases):
+                on[label] = run
+            else:
+                off.setdefault(_but_for_the_recipe(run), run)
+    if not on:
+        raise ValueError(
+            "; ".join(["no run begins with documents of some lengths", *notes.lines()])
+        )
+    rows: list[Sequence[Value]] = []
+    shown: dict[str, list[float | None]] = {"with short documents first": [], "without": []}
+    for label, run in on.items():
+        with notes.of(label):
+            if (other := off.get(_but_for_the_recipe(run))) is None:
+                raise ValueError("no run without a curriculum is like it otherwise")
+            both = run, other
+            seconds = min(x.history[-1]["seconds"] for x in both)
+            best = [_best(x, seconds) for x in both] + [_best(x, math.inf) for x in both]
+            tests = [None if x.test is None else 100 * x.test for x in both]
+            rows.append((label, run.recipe, other.recipe, seconds, *best, *tests))
+            for bars, value in zip(shown.values(), best[:2], strict=True):
+                bars.append(value)
+    columns = ["run", "on", "off", "time, s", "validation in that time, on, %", "off, %"]
+    columns += ["of the whole run, on, %", "off, whole, %", "test, on, %", "test, off, %"]
+    named = {f"validation accuracy, %\n{name}": values for name, values in shown.items()}
+    return Analysis(
+        Table(columns, rows).without_empty_columns(),
+        notes,
+        draw=lambda path: draw_rows(path, [str(row[0]) for row in rows], named),
+    )
+
+
+def _but_for_the_recipe(run: Result) -> tuple[Any, ...]:
+    content = run.content
+    about = run.task, run.mixer, content.get("positions"), content.get("pool"), run.protocol
+    return *about, run.origin, run.device, run.seed, *how_trained(run)
+
+
+def _best(run: Result, seconds: float) -> float | None:
+    """Validation accuracy in percent, of what was trained for no longer."""
+    found = [entry["val_accuracy"] for entry in run.history if entry["seconds"] <= seconds]
+    return 100 * max(found) if found else None
 
 
 def features(runs: Runs, options: Options) -> Analysis:
