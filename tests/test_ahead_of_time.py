@@ -59,7 +59,9 @@ def test_linear_attention_compiles_for_every_generation():
             "bfloat16 exp",
             "packed causal",
             "state",
-            "float16",
+            "float16 d64",
+            "float16 exp",
+            "bfloat16 d256",
             "step",
         ),
     )
@@ -79,7 +81,7 @@ def test_favor_compiles_for_every_generation():
     found = compiled(
         "favor",
         *("bfloat16 d64 m64", "bfloat16 d64 m256", "bfloat16 d256 m512", "float32 d256 m512"),
-        *("packed", "offset", "causal with", "relu", "step"),
+        *("float16 d64 m256", "packed", "offset", "causal with", "relu", "step"),
     )
     assert {f["kernel"] for f in found} == {
         "sum_keys_kernel",
