@@ -44,7 +44,7 @@ class _Keys(NamedTuple):
     def matrices(self) -> tuple[Tensor, Tensor] | None:
         """Of keys and of values, where slots are their products with tokens alone."""
         key, value = self.of_key, self.of_value
-        if key is None or value is None or self.extra:
+        if key is None or value is None or self.off is not None or self.extra:
             return None
         if any(x.rows is not None or x.of_samples for x in (key, value)):
             return None
