@@ -81,7 +81,7 @@ def whole_attention(
     """Both halves, for autograd one step: each of its steps costs more than a short kernel runs."""
     pair = k, proj_k, None if v is k else v, proj_v
     if _are_alike(k, v, proj_k, proj_v) and _autograd.needs_gradient(q, *pair):
-        heads = q.shape[1] if proj_k.dim() == 3 else k.shape[1]
+        heads = _heads_of_slots(k, proj_k, q.shape[1])
         out: Tensor = _autograd.apply(_Whole, q, *pair, mask, heads, scale)[0]
         return out
     keys, values = compress_both(k, v, proj_k, proj_v, mask, q.shape[1])
@@ -101,10 +101,14 @@ def _are_alike(k: Tensor, v: Tensor, proj_k: Tensor, proj_v: Tensor) -> bool:
     )
 
 
+def _heads_of_slots(x: Tensor, proj: Tensor, h: int) -> int:
+    return h if proj.dim() == 3 else x.shape[1]
+
+
 def _compress_all(
     pair: tuple[Tensor, Tensor, Tensor | None, Tensor | None], mask: Tensor | None, h: int
 ) -> Any:
-    heads = h if pair[1].dim() == 3 else pair[0].shape[1]
+    heads = _heads_of_slots(*pair[:2], h)
     if not _autograd.needs_gradient(*pair):
         return _call_compress(*pair, mask, heads)
     return _autograd.apply(_Compress, *pair, mask, heads)
