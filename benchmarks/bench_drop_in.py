@@ -1,5 +1,7 @@
 """From which length on is a model faster with another attention in it, all else being stock?"""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -25,25 +27,30 @@ def encoder(n, device):
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("rival", ["stock", *MECHANISMS])
 def bench_encoder(bench, rival, n, backward):
-    """torch's encoder as it is, and converted: training, or eval without gradients, where stock
-    takes its fast path."""
+    """torch's encoder as it is, and converted, in turn: training, or eval without gradients, where
+    stock takes its fast path."""
     (x,) = bench.inputs((B, n, WIDTH))
-    model = encoder(n, x.device)
+    stock = encoder(n, x.device).train(backward)
+    model = stock
     if rival != "stock":
         options = OPTIONS.get(rival, {}) | ({"seq_len": n} if rival == "linformer" else {})
+        model = copy.deepcopy(stock)
         convert(model, rival, **options)
-    model.train(backward)
 
-    def run(x):
-        with torch.set_grad_enabled(backward):
-            return model(x)
+    def runs(model):
+        def run(x):
+            with torch.set_grad_enabled(backward):
+                return model(x)
 
+        return run, [*model.parameters()] if backward else []
+
+    run, parameters = runs(model)
     bench(
         run,
         [x],
         backward=backward,
-        parameters=[*model.parameters()] if backward else (),
-        rounds=8,
+        parameters=parameters,
+        beside=None if model is stock else runs(stock),
         case={
             "op": f"nn.TransformerEncoder of {LAYERS} layers",
             "rival": rival,

@@ -23,6 +23,7 @@ from torch import Tensor
 import fastattn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDS = 7
 
 
 def device_name() -> str:
@@ -87,7 +88,7 @@ class Bench:
         floor_bytes: int | None = None,
         flop: int | None = None,
         parameters: Sequence[Tensor] = (),
-        rounds: int = 1,
+        beside: tuple[Callable[..., Tensor], Sequence[Tensor]] | None = None,
         case: dict[str, object],
     ) -> None:
         """Measure ``function(*inputs)``, with its backward pass if asked for.
@@ -97,36 +98,43 @@ class Bench:
             floor_bytes: One read and one write of everything, for the ratio to the memory's speed.
             flop: Of the products that count, for the rate of them.
             parameters: What else gets a gradient.
-            rounds: As called, the lowest of so many medians, which are kept too. For what Python
-                limits: a virtual machine's core is shared, and may be slow by half for seconds.
+            beside: Another function and its parameters, measured as called in turn with this one:
+                the median ratio of ``ROUNDS`` pairs. For what Python limits: a virtual machine's
+                core is shared, and may be slow by half for seconds.
             case: What names this measurement in the report.
         """
         leaves = [x.detach().requires_grad_(backward) for x in inputs]
-        wanted = [*leaves, *parameters]
-        upstream = torch.randn_like(function(*leaves)) if backward else None
-
-        def call():
-            out = function(*leaves)
-            return torch.autograd.grad(out, wanted, upstream) if backward else out
-
+        call = one_pass(function, leaves, parameters, backward)
         info = {**case, "pass": "forward+backward" if backward else "forward"}
         info["error"] = None if exact is None else error(function, exact, inputs, backward)
         for _ in range(3):
             call()
         info["peak_mib"] = peak_memory(call)
         info["ms"], info["graph_ms"] = called_ms(call), graph_ms(call)
-        if rounds > 1:
-            info["ms_rounds"] = [info["ms"]]
-            while len(info["ms_rounds"]) < rounds:
-                time.sleep(0.3)
-                info["ms_rounds"].append(called_ms(call))
-            info["ms"] = min(info["ms_rounds"])
+        if beside is not None:
+            base = one_pass(beside[0], leaves, beside[1], backward)
+            info["base_ms_rounds"], info["ms_rounds"] = in_turn(base, call)
+            pairs = zip(info["ms_rounds"], info["base_ms_rounds"], strict=True)
+            info["ms"] = statistics.median(info["ms_rounds"])
+            info["ratio"] = statistics.median(mine / other for mine, other in pairs)
         if floor_bytes is not None:
             info["floor_ms"] = floor_bytes / 3e12 * 1e3  # at 3 TB/s
         if flop is not None:
             info["tflops"] = flop / (info["graph_ms"] or info["ms"]) / 1e9
         self._benchmark.extra_info.update(info)
         self._benchmark.pedantic(synchronised(call), rounds=5, warmup_rounds=1)
+
+
+def one_pass(function, leaves, parameters, backward):
+    """The call that is timed: the function, and the gradients of leaves and parameters."""
+    wanted = [*leaves, *parameters]
+    upstream = torch.randn_like(function(*leaves)) if backward else None
+
+    def call():
+        out = function(*leaves)
+        return torch.autograd.grad(out, wanted, upstream) if backward else out
+
+    return call
 
 
 def error(function, exact, inputs, backward) -> float:
@@ -171,6 +179,14 @@ def called_ms(call) -> float:
     from triton.testing import do_bench
 
     return do_bench(call, warmup=50, rep=200, return_mode="median")
+
+
+def in_turn(*calls) -> list[list[float]]:
+    """Medians of each, as called: one of each, then the next of each."""
+    for call in calls:
+        call()
+    rounds = [[called_ms(call) for call in calls] for _ in range(ROUNDS)]
+    return [list(medians) for medians in zip(*rounds, strict=True)]
 
 
 def graph_ms(call) -> float | None:

@@ -59,7 +59,8 @@ def table(entries: list[dict], x: str = "n") -> str:
         ours = next((e["ms"] for e in here if e["rival"] == base), None)
         for e in sorted(here, key=lambda e: (e["rival"] != base, e["ms"])):
             graph = f" ({milliseconds(e['graph_ms'])})" if e["graph_ms"] is not None else ""
-            ratio = "-" if ours is None else f"{e['ms'] / ours:.{1 if base == OURS else 2}f}"
+            ratio = e.get("ratio", None if ours is None else e["ms"] / ours)
+            ratio = "-" if ratio is None else f"{ratio:.{1 if base == OURS else 2}f}"
             peak = "-" if e["peak_mib"] is None else f"{e['peak_mib']:.1f}"
             wrong = "-" if e["error"] is None else f"{e['error']:.1e}"
             floor = milliseconds(e.get("floor_ms"))
@@ -105,6 +106,9 @@ def beginning(
     of = {who: {e["n"]: e[key] for e in entries if e["rival"] == who} for who in (mine, other)}
     lengths = sorted(n for n in of[mine].keys() & of[other].keys() if of[mine][n] and of[other][n])
     ratios = {n: of[other][n] / of[mine][n] for n in lengths}
+    if key == "ms":
+        in_turn = {e["n"]: 1 / e["ratio"] for e in entries if e["rival"] == mine and "ratio" in e}
+        ratios |= {n: in_turn[n] for n in lengths if n in in_turn}
     slower = max((n for n in lengths if ratios[n] < 1), default=0)
     return next((n for n in lengths if n > slower), None), ratios
 
@@ -189,10 +193,14 @@ def page(found: dict[str, list[dict]], pictures: Path) -> str:
                 pictures.mkdir(parents=True, exist_ok=True)
                 plot(group, pictures / f"{name}.png", x)
                 parts.append(f"![time, memory and error against {x}](benchmarks/{name}.png)\n")
-            rounds = {len(e.get("ms_rounds", [0])) for e in group}
-            if rounds != {1}:
-                several = " or ".join(map(str, sorted(rounds)))
-                parts.append(f"As called: the lowest of {several} medians; the JSON has all.\n")
+            in_turn = [e for e in group if "ratio" in e]
+            if in_turn:
+                lengths = ", ".join(map(str, sorted({e["n"] for e in in_turn})))
+                pairs = " or ".join(map(str, sorted({len(e["ms_rounds"]) for e in in_turn})))
+                parts.append(
+                    f"× at n = {lengths}: the median of {pairs} ratios, each of two measurements, "
+                    f"one after the other, of {in_turn[0]['base']} and of this.\n"
+                )
             compared = x == "n" and not one_length(group, x)
             parts += [crossover(group) if compared else "", table(group, x) + "\n"]
     return "\n".join(parts)

@@ -58,7 +58,7 @@ def test_the_report_shows_each_measurement_with_its_error(measured, tmp_path):
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
-def test_of_several_rounds_the_lowest_median_is_shown_and_all_are_kept(measured, tmp_path):
+def test_what_is_measured_beside_another_takes_turns_with_it(measured, tmp_path):
     found = importlib.util.spec_from_file_location("harness", BENCHMARKS / "conftest.py")
     harness = importlib.util.module_from_spec(found)
     found.loader.exec_module(harness)
@@ -70,18 +70,29 @@ def test_of_several_rounds_the_lowest_median_is_shown_and_all_are_kept(measured,
         def pedantic(self, call, **options):
             call()
 
-    recorder, times = Recorder(), iter((3.0, 1.0, 2.0))
+    # once alone, then in turn on a host that is twice as slow for three of these measurements
+    recorder, times = Recorder(), iter((3.0, 4.0, 3.0, 8.0, 6.0, 8.0, 3.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "called_ms", lambda call: next(times))
         patch.setattr(harness, "DEVICE", "cpu")
-        harness.Bench(recorder)(torch.relu, [torch.ones(2)], rounds=3, case={})
-    assert recorder.extra_info["ms_rounds"] == [3.0, 1.0, 2.0]
-    assert recorder.extra_info["ms"] == 1.0
+        patch.setattr(harness, "ROUNDS", 3)
+        beside = (torch.sigmoid, [])
+        harness.Bench(recorder)(torch.relu, [torch.ones(2)], beside=beside, case={})
+    info = recorder.extra_info
+    assert info["base_ms_rounds"] == [4.0, 8.0, 8.0]
+    assert info["ms_rounds"] == [3.0, 6.0, 3.0]
+    assert (info["ms"], info["ratio"]) == (3.0, 0.75)
     content = json.loads(measured.read_text())
-    content["benchmarks"][0]["extra_info"] |= {"ms_rounds": [3.0, 1.0, 2.0], "ms": 1.0}
+    content["benchmarks"][0]["extra_info"] |= info | {"base": "stock", "rival": "x", "n": 512}
     (tmp_path / "x.json").write_text(json.dumps(content))
     text = report.page(report.load([tmp_path / "x.json"]), tmp_path)
-    assert "As called: the lowest of 1 or 3 medians; the JSON" in text
+    assert "× at n = 512: the median of 3 ratios, each of two measurements" in text
+    entries = [
+        {"n": 8, "rival": r, "base": "stock", "graph_ms": None, "peak_mib": None, "error": None} | t
+        for r, t in (("stock", {"ms": 4.0}), ("x", {"ms": 5.0, "ratio": 0.8}))
+    ]
+    assert report.table(entries).splitlines()[3].startswith("| 8 | x | 5.00 | 0.80 |")
+    assert report.crossover(entries) == "x: from n = 8 on faster than stock, 1.2 times at n = 8.\n"
 
 
 def test_ratios_are_to_ours():
