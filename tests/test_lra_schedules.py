@@ -74,15 +74,17 @@ def test_onecycle_warms_up_by_itself():
     recipe("constant", "onecycle", warmup=5)
 
 
-def test_the_command_sets_it_in_every_phase(tmp_path):
+def test_the_command_sets_it_in_every_phase(tmp_path, capsys):
     data, out = tmp_path / "data", tmp_path / "run"
     sizes = {"num_train": 20, "num_val": 9, "num_test": 9, "min_length": 5, "max_length": 20}
     TASKS["listops"].generate(data, **sizes, workers=1)
     words = f"fit --task listops --data-dir {data} --mixer linear --workers 0 --out {out}"
-    assert main([*words.split(), "--decay", "onecycle"]) == 0
+    assert main([*words.split(), "--lr", "0"]) == 2
+    assert "lr must be positive" in capsys.readouterr().err
+    assert main([*words.split(), "--decay", "onecycle", "--lr", "0.25"]) == 0
     result = json.loads((out / "result.json").read_text())
     assert [phase["decay"] for phase in result["recipe"]["phases"]] == ["onecycle"] * 2
-    phases = tuple(replace(phase, decay="onecycle") for phase in SMOKE.phases)
+    phases = tuple(replace(phase, decay="onecycle", lr=0.25) for phase in SMOKE.phases)
     want = replace(SMOKE, phases=phases, warmup=0)
     assert [e["lr"] for e in result["fit"]["history"]] == [
         want.lr_at(s - 1) for s in (5, 10, 15, 20)

@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a second task beside the classification, or alone, for --from: name hidden tokens, "
         "or grey levels",
     )
+    fit.add_argument("--lr", type=float, help="learning rate, in every phase")
     fit.add_argument(
         "--decay",
         choices=DECAYS,
@@ -282,8 +283,9 @@ def _fit(options: argparse.Namespace) -> int:
     for name in ("seed", "embedding", "norm", "positions", "pool", "augment", "accumulate"):
         if getattr(options, name) is not None:
             recipe = replace(recipe, **{name: getattr(options, name)})
-    if options.decay is not None:
-        phases = tuple(replace(phase, decay=options.decay) for phase in recipe.phases)
+    changed = {k: getattr(options, k) for k in ("lr", "decay") if getattr(options, k) is not None}
+    if changed:
+        phases = tuple(replace(phase, **changed) for phase in recipe.phases)
         warmup = 0 if options.decay == "onecycle" else recipe.warmup
         recipe = replace(recipe, phases=phases, warmup=warmup)
     if options.denoise is not None:
