@@ -86,6 +86,18 @@ def test_a_run_records_everything(run, data):
     assert "val/accuracy" in (run / "csv/version_0/metrics.csv").read_text()
 
 
+def test_from_python_paths_may_be_words_and_an_unknown_task_is_named(data, tmp_path):
+    where = str(tmp_path / "a")
+    one = runs.fit("listops", str(data), SMOKE.at_most(5), "linear", where, workers=0)
+    written = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert json.loads(json.dumps(one)) == written
+    other = {"workers": 0, "begin": where}
+    runs.fit("listops", str(data), SMOKE.at_most(5), "linear", str(tmp_path / "b"), **other)
+    assert runs.evaluate(where, str(data))["test"]["samples"] == 53
+    with pytest.raises(ValueError, match="task_name must be one of listops, text.* got 'list'"):
+        runs.fit("list", data, SMOKE, "linear", tmp_path / "c")
+
+
 def test_every_test_sample_counts_once(run, data):
     assert main(["test", "--run", str(run)]) == 0
     test = json.loads((run / "result.json").read_text())["test"]

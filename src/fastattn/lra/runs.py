@@ -47,10 +47,10 @@ OF_TEST = ("protocol", "generated", "generator", "stand_in", "max_length", "diff
 
 def fit(
     task_name: str,
-    data_dir: Path,
+    data_dir: Path | str,
     recipe: Recipe,
     mixer: str,
-    out: Path,
+    out: Path | str,
     *,
     workers: int | None = None,
     resume: bool = False,
@@ -58,7 +58,7 @@ def fit(
     devices: int = 1,
     nodes: int = 1,
     pieces: bool = False,
-    begin: Path | None = None,
+    begin: Path | str | None = None,
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Train, and write the run directory.
@@ -86,10 +86,14 @@ def fit(
         The content of ``out/result.json``.
 
     Raises:
-        ValueError: The run exists already, there is nothing to resume, the run was started with
-            other data, another mixer or another recipe, or the recipe is for another protocol.
+        ValueError: There is no such task, the run exists already, there is nothing to resume, the
+            run was started with other data, another mixer or another recipe, or the recipe is for
+            another protocol.
     """
-    task = TASKS[task_name]
+    if task_name not in TASKS:
+        raise ValueError(f"task_name must be one of {', '.join(TASKS)}, got {task_name!r}")
+    task, data_dir, out = TASKS[task_name], Path(data_dir), Path(out)
+    begin = None if begin is None else Path(begin)
     last = out / "checkpoints" / "last.ckpt"
     if resume and out.is_dir() and is_new(out):
         resume = False  # it was killed before it had written anything
@@ -237,8 +241,8 @@ class ProgressBar(TQDMProgressBar):
 
 
 def evaluate(
-    run: Path,
-    data_dir: Path | None = None,
+    run: Path | str,
+    data_dir: Path | str | None = None,
     *,
     protocol: str | None = None,
     devices: int = 1,
@@ -257,6 +261,7 @@ def evaluate(
     Raises:
         ValueError: The run is incomplete, or its vocabulary is another one.
     """
+    run = Path(run)
     result = _read_result(run)
     task, protocol = TASKS[result["task"]], protocol or protocol_in(result)
     which = "last" if task.name in protocol_of(protocol).last_checkpoint else "best"
@@ -268,7 +273,7 @@ def evaluate(
         raise ValueError(f"{run} has only denoised: begin another run with it, by --from {run}")
     checkpoint = read_checkpoint(path)
     check_vocabulary(task, checkpoint["fastattn"]["vocabulary"])
-    splits = task.load(data_dir or Path(result["data"]["directory"]), protocol)
+    splits = task.load(Path(data_dir or result["data"]["directory"]), protocol)
     model = Classifier(task, recipe, result["mixer"], splits)
     try:
         model.load_state_dict(checkpoint["state_dict"])
