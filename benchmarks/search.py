@@ -192,7 +192,7 @@ def compile_one(options: argparse.Namespace, direction: str, kernel: str, candid
     calls = op.calls(options, SHORT)
     with Tiles(op) as tiles:
         tiles.chosen[kernel] = candidate
-        _launch._variants.clear()
+        _launch.forget()
         with suppress(Exception):  # reported by measure()
             calls[direction]()
 
@@ -215,7 +215,7 @@ def search(options: argparse.Namespace) -> dict:
             for candidate in tried:
                 before = tiles.chosen.get(kernel, {})
                 tiles.chosen[kernel] = candidate
-                _launch._variants.clear()
+                _launch.forget()
                 ms = measure(call)
                 if isinstance(ms, float) and (error := differs(call(), reference)) > 2e-2:
                     ms = f"wrong by {error:.1e}"
@@ -225,7 +225,7 @@ def search(options: argparse.Namespace) -> dict:
             best = timed[0][1]
             if best != "as it is":
                 tiles.chosen[kernel] = json.loads(best)
-            _launch._variants.clear()
+            _launch.forget()
             found["kernels"][kernel] = results
             print(f"{direction} by {kernel}, as it is {results['as it is']:.4f} ms:")
             for ms, c in timed[:6]:

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from fastattn import LinformerAttention, _tuning, ops, testing
+from fastattn import LinformerAttention, _launch, _tuning, ops, testing
 from fastattn.ops import linformer_triton
 
 pytest.importorskip("triton")
@@ -110,8 +110,15 @@ def test_slots_that_are_off_are_not_seen():
     assert torch.all(call(*inputs)[1] == 0)
 
 
+@pytest.fixture
+def planned_anew():
+    _launch.forget()
+    yield
+    _launch.forget()
+
+
 @pytest.mark.parametrize("splits", [1, 3, 9])
-def test_any_number_of_splits_gives_the_same(splits, monkeypatch):
+def test_any_number_of_splits_gives_the_same(splits, planned_anew, monkeypatch):
     monkeypatch.setattr(_tuning, "linformer_splits", lambda *about: splits)
     compare(CASES[3], False)
     compare(CASES[1], True)

@@ -94,7 +94,7 @@ def test_from_python_paths_may_be_words_and_an_unknown_task_is_named(data, tmp_p
     other = {"workers": 0, "begin": where}
     runs.fit("listops", str(data), SMOKE.at_most(5), "linear", str(tmp_path / "b"), **other)
     assert runs.evaluate(where, str(data))["test"]["samples"] == 53
-    with pytest.raises(ValueError, match="task_name must be one of listops, text.* got 'list'"):
+    with pytest.raises(ValueError, match=r"task_name must be one of listops, text.* got 'list'"):
         runs.fit("list", data, SMOKE, "linear", tmp_path / "c")
 
 

@@ -3,19 +3,46 @@
 Triton looks at every argument of every launch to find the variant that it compiled for them. Our
 kernels fix the types of sizes and strides and take tensors that start at multiples of 16 bytes, so
 the caller's options alone decide the variant: it is looked up by them, and launched as Triton and
-inductor do it, by addresses, and without the hooks of a profiler where none is set.
+inductor do it, by addresses, and without the hooks of a profiler where none is set. What a launch
+needs beside tensors may be kept by their shapes (:func:`planned`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from importlib import import_module
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 _variants: dict[tuple[str, Hashable, int], tuple[Any, tuple[int, ...], tuple[Any, ...], Any]] = {}
+_planners: list[Any] = []
+
+
+class Plan(NamedTuple):
+    """What a launch needs beside tensors."""
+
+    grid: tuple[int, int, int]
+    numbers: tuple[Any, ...]
+    options: Any
+    splits: int = 1
+
+
+def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Keep plans by what they are made of, shapes and dtypes: to make one anew takes as long as a
+    short kernel runs."""
+    kept = lru_cache(maxsize=1024)(make)
+    _planners.append(kept)
+    return kept
+
+
+def forget() -> None:
+    """Variants and plans, for whoever changes what ``_tuning`` says."""
+    _variants.clear()
+    for kept in _planners:
+        kept.cache_clear()
 
 
 def launch(

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fastattn import _tuning
-from fastattn._launch import launch
+from fastattn._launch import Plan, launch, planned
+
+LOG2E = 1.4426950408889634
 
 
 class Options(NamedTuple):
@@ -55,39 +57,27 @@ def tiles_of(kernel: str, options: Options) -> dict[str, int]:
 
 
 def options_of(
-    x: Tensor, of: torch.dtype, e: int, hidden: Tensor | None, own: bool, slots: int, *more: Tensor
-) -> Options:
-    strides = [s for y in (x, *more) for s in y.stride()[:3]]
+    strides: Sequence[int], slots: int, dtype: torch.dtype, of: torch.dtype, d: int, e: int,
+    masked: bool, own: bool = False, pair: bool = False,
+) -> Options:  # fmt: skip
+    """Strides count as aligned if all are multiples of 8 elements."""
     unit = 1 if any(s % 8 for s in strides) else 8
     size = 1 << (slots - 1).bit_length()
-    full = slots == size >= 16
-    return Options(x.dtype, of, x.shape[3], e, hidden is not None, own, unit, size, full, False)
+    return Options(dtype, of, d, e, masked, own, unit, size, slots == size >= 16, False, pair)
 
 
 def add(splits: int, *sums: tuple[Tensor, Tensor]) -> None:
     """The splits of a share in float32, into what has the shape and dtype of one; of one or two."""
     (share, total), other = sums[0], sums[1] if len(sums) == 2 else (None, None)
-    pair, count = len(sums) == 2, total.numel()
-    options = Options(total.dtype, total.dtype, 1, 1, False, False, 1, 1, False, False, pair)
+    grid, numbers, options, _ = _plan_of_add(total.numel(), splits, total.dtype, len(sums))
+    launch("linformer.add", grid, (share, total, *other, *numbers), options, constants)
+
+
+@planned
+def _plan_of_add(count: int, splits: int, dtype: torch.dtype, sums: int) -> Plan:
+    options = Options(dtype, dtype, 1, 1, False, False, 1, 1, False, False, sums == 2)
     tile = tiles_of("linformer.add", options)["BLOCK"]
-    launch(
-        "linformer.add", (-(-count // tile), len(sums), 1), (share, total, *other, count, splits),
-        options, constants,
-    )  # fmt: skip
-
-
-def _heads_of(x: Tensor, proj: Tensor, heads: int) -> int:
-    """How many of the heads that come out read one head of x."""
-    return heads // x.shape[1] if proj.dim() == 3 else 1
-
-
-def _columns(x: Tensor, proj: Tensor, heads: int, tile: int) -> int:
-    """Tiles of columns in a sample: one of these heads each, or of all heads of x side by side."""
-    return heads if proj.dim() == 3 else -(-x.shape[1] * x.shape[3] // tile)
-
-
-def _strides_of(proj: Tensor) -> tuple[int, int]:
-    return (proj.stride(0) if proj.dim() == 3 else 0), proj.stride(-2)
+    return Plan((-(-count // tile), sums, 1), (count, splits), options)
 
 
 def alike(given: list[Any]) -> list[Any]:
@@ -98,25 +88,54 @@ def alike(given: list[Any]) -> list[Any]:
 
 
 def launch_compress(hidden: Tensor | None, *group: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, proj, slots_of = group[0]
-    (b, _, s, d), (_, heads, slots, _) = x.shape, slots_of.shape
-    options = options_of(x, proj.dtype, d, hidden, proj.dim() == 3, slots)
+    x, proj, made = group[0]
+    grid, numbers, options, splits = _plan_of_compress(
+        x.shape, x.stride(), proj.stride(), made.shape, x.dtype, proj.dtype, hidden is not None,
+        len(group), x.device,
+    )  # fmt: skip
+    each, size = group, splits * made.numel()
+    if splits > 1:
+        each = tuple((y, p, y.new_empty(size, dtype=torch.float32)) for y, p, _ in group)
+    launch("linformer.compress", grid, (*_flat(each), hidden, *numbers), options, constants)
+    if splits > 1:
+        add(splits, *((share, of) for (*_, share), (*_, of) in zip(each, group, strict=True)))
+
+
+@planned
+def _plan_of_compress(
+    shape: Sequence[int], strides: Sequence[int], proj_strides: Sequence[int],
+    made: Sequence[int], dtype: torch.dtype, of: torch.dtype, masked: bool, count: int,
+    device: torch.device,
+) -> Plan:  # fmt: skip
+    (b, h_kv, s, d), (_, heads, slots, _) = shape, made
+    strides, own = strides[:3], len(proj_strides) == 3
+    options = options_of(strides, slots, dtype, of, d, d, masked, own=own, pair=count == 2)
     tiles = tiles_of("linformer.compress", options)
-    g, columns = _heads_of(x, proj, heads), _columns(x, proj, heads, tiles["BLOCK_C"])
-    slot_tiles = -(-slots // tiles["BLOCK_K"]) * len(group)
-    splits = _tuning.linformer_splits(b * columns * slot_tiles, s, x.device, 2)
-    one, size = splits == 1, splits * slots_of.numel()
-    shares = [m if one else x.new_empty(size, dtype=torch.float32) for *_, m in group]
-    each = [(y, p, share) for (y, p, _), share in zip(group, shares, strict=True)]
-    launch(
-        "linformer.compress",
+    columns = _columns(heads if own else h_kv, d, own, tiles["BLOCK_C"])
+    slot_tiles = -(-slots // tiles["BLOCK_K"]) * count
+    splits = _tuning.linformer_splits(b * columns * slot_tiles, s, device, 2)
+    numbers = (*strides, *_rows_of(proj_strides), heads, _readers(heads, h_kv, own), s, slots, b)
+    return Plan(
         (b * columns, splits, slot_tiles),
-        (*_flat(each), hidden, *x.stride()[:3], *_strides_of(proj), heads, g, s, slots, b, columns),
-        options._replace(whole=one, pair=len(group) == 2),
-        constants,
+        (*numbers, columns),
+        options._replace(whole=splits == 1),
+        splits,
     )
-    if not one:
-        add(splits, *((share, m) for share, (*_, m) in zip(shares, group, strict=True)))
+
+
+def _readers(heads: int, h_kv: int, own: bool) -> int:
+    """How many of the heads that come out read one head of tokens."""
+    return heads // h_kv if own else 1
+
+
+def _columns(heads: int, d: int, own: bool, tile: int) -> int:
+    """Tiles of columns in a sample: one of these heads each, or of all heads side by side."""
+    return heads if own else -(-heads * d // tile)
+
+
+def _rows_of(strides: Sequence[int]) -> tuple[int, int]:
+    """Strides of a projection's heads and rows."""
+    return (strides[0] if len(strides) == 3 else 0), strides[-2]
 
 
 def _flat(group: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor | None, ...]:
@@ -125,42 +144,98 @@ def _flat(group: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor | None
 
 
 def launch_grad_tokens(
-    hidden: Tensor | None,
-    shape: Sequence[int],
-    same: bool,
-    *group: tuple[Tensor, Tensor, Tensor],
+    hidden: Tensor | None, same: bool, *group: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """``same``: both add to one gradient."""
-    (b, h_kv, s, d), (dslots, proj, dx) = shape, group[0]
-    (_, heads, slots, _), kernel = dslots.shape, "linformer_backward.grad_tokens"
-    options = options_of(dx, proj.dtype, d, hidden, proj.dim() == 3, slots)
-    tiles = tiles_of(kernel, options)
-    columns = _columns(dx, proj, h_kv, tiles["BLOCK_C"])
-    launch(
-        kernel,
-        (b * columns * -(-s // tiles["BLOCK_N"]), 1 if same else len(group), 1),
-        (*_flat(group), hidden, *_strides_of(proj), h_kv, _heads_of(dx, proj, heads), s, slots,
-         columns),
-        options._replace(pair=len(group) == 2, same=same),
-        constants,
+    dslots, proj, dx = group[0]
+    grid, numbers, options, _ = _plan_of_grad_tokens(
+        dx.shape, dx.stride(), proj.stride(), dslots.shape, dx.dtype, proj.dtype,
+        hidden is not None, len(group), same,
     )  # fmt: skip
+    kernel = "linformer_backward.grad_tokens"
+    launch(kernel, grid, (*_flat(group), hidden, *numbers), options, constants)
+
+
+@planned
+def _plan_of_grad_tokens(
+    shape: Sequence[int], strides: Sequence[int], proj_strides: Sequence[int],
+    dslots: Sequence[int], dtype: torch.dtype, of: torch.dtype, masked: bool, count: int,
+    same: bool,
+) -> Plan:  # fmt: skip
+    (b, h_kv, s, d), (_, heads, slots, _) = shape, dslots
+    own = len(proj_strides) == 3
+    options = options_of(strides[:3], slots, dtype, of, d, d, masked, own=own, pair=count == 2)
+    tiles = tiles_of("linformer_backward.grad_tokens", options)
+    columns = _columns(h_kv, d, own, tiles["BLOCK_C"])
+    return Plan(
+        (b * columns * -(-s // tiles["BLOCK_N"]), 1 if same else count, 1),
+        (*_rows_of(proj_strides), h_kv, _readers(heads, h_kv, own), s, slots, columns),
+        options._replace(same=same),
+    )
 
 
 def launch_grad_projection(hidden: Tensor | None, *group: tuple[Tensor, Tensor, Tensor]) -> None:
     x, dslots, dproj = group[0]
-    (b, _, s, d), (_, heads, slots, _) = x.shape, dslots.shape
-    own, kernel = dproj.dim() == 3, "linformer_backward.grad_projection"
-    if s < dproj.shape[-1]:
+    if x.shape[2] < dproj.shape[-1]:
         for *_, of in group:
             of.zero_()
-    options = options_of(x, dproj.dtype, d, hidden, own, slots)
-    tiles = tiles_of(kernel, options)
-    count = (heads if own else 1) * len(group)
-    launch(
-        kernel,
-        (-(-s // tiles["BLOCK_N"]), -(-slots // tiles["BLOCK_K"]), count),
-        (*_flat(group), hidden, *x.stride()[:3], *_strides_of(dproj), heads,
-         _heads_of(x, dproj, heads), s, slots, b),
-        options._replace(pair=len(group) == 2),
-        constants,
+    grid, numbers, options, _ = _plan_of_grad_projection(
+        x.shape, x.stride(), dslots.shape, dproj.stride(), x.dtype, dproj.dtype,
+        hidden is not None, len(group),
     )  # fmt: skip
+    kernel = "linformer_backward.grad_projection"
+    launch(kernel, grid, (*_flat(group), hidden, *numbers), options, constants)
+
+
+@planned
+def _plan_of_grad_projection(
+    shape: Sequence[int], strides: Sequence[int], dslots: Sequence[int],
+    proj_strides: Sequence[int], dtype: torch.dtype, of: torch.dtype, masked: bool, count: int,
+) -> Plan:  # fmt: skip
+    (b, h_kv, s, d), (_, heads, slots, _) = shape, dslots
+    strides, own = strides[:3], len(proj_strides) == 3
+    options = options_of(strides, slots, dtype, of, d, d, masked, own=own, pair=count == 2)
+    tiles = tiles_of("linformer_backward.grad_projection", options)
+    return Plan(
+        (
+            -(-s // tiles["BLOCK_N"]),
+            -(-slots // tiles["BLOCK_K"]),
+            (heads if own else 1) * count,
+        ),
+        (*strides, *_rows_of(proj_strides), heads, _readers(heads, h_kv, own), s, slots, b),
+        options,
+    )
+
+
+@planned
+def plan_of_attend(
+    shape: Sequence[int], strides: Sequence[int], keys: Sequence[int], e: int, dtype: torch.dtype,
+    masked: bool, scale: float, device: torch.device,
+) -> Plan:  # fmt: skip
+    (b, h, n, d), (_, heads, slots, _) = shape, keys
+    return Plan(
+        (b * h, _tuning.linear_attention_splits(b * h, device), 1),
+        (*strides[:3], h, h // heads, n, slots, scale * LOG2E),
+        options_of(strides[:3], slots, dtype, dtype, d, e, masked),
+    )
+
+
+@planned
+def plan_of_grad_slots(
+    shape: Sequence[int], strides: Sequence[int], keys: Sequence[int], e: int,
+    dout_strides: Sequence[int], dtype: torch.dtype, masked: bool, scale: float,
+    device: torch.device,
+) -> Plan:  # fmt: skip
+    """Sums are not split where one program has all keys of all heads that read them."""
+    (b, h, n, d), (_, heads, slots, _) = shape, keys
+    steps = (*strides[:3], *dout_strides[:3])
+    options = options_of(steps, slots, dtype, dtype, d, e, masked)
+    programs = -(-slots // tiles_of("linformer_backward.grad_slots", options)["BLOCK_K"])
+    splits = _tuning.linformer_splits(b * h * programs, n, device, 1)
+    written = dtype if programs == 1 else torch.float32  # the gradients of queries
+    return Plan(
+        (b * h, splits, programs),
+        (*steps, h, h // heads, n, slots, b, scale * LOG2E, scale),
+        options._replace(of=written, whole=splits == 1 and h == heads),
+        splits,
+    )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastattn import _autograd, _tuning
+from fastattn import _autograd
 from fastattn._launch import dense, heads_inside, launch, merged, whole
 from fastattn.ops.linformer_launch import (
     add,
@@ -22,11 +22,10 @@ from fastattn.ops.linformer_launch import (
     launch_compress,
     launch_grad_projection,
     launch_grad_tokens,
-    options_of,
-    tiles_of,
+    plan_of_attend,
+    plan_of_grad_slots,
 )
 
-LOG2E = 1.4426950408889634
 _lib = torch.library.Library("fastattn", "FRAGMENT")
 _lib.define(
     "linformer_compress(Tensor x, Tensor proj, Tensor? other_x, Tensor? other_proj, "
@@ -304,7 +303,7 @@ def _compress_backward(
         if not same:
             of_x = [one for one, want in zip(of_x, wanted[::2], strict=False) if want]
         for group in [of_x] if same else alike(of_x):
-            launch_grad_tokens(hidden, x.shape, same, *group)
+            launch_grad_tokens(hidden, same, *group)
     if wanted[1] or wanted[3]:
         of_proj = [*zip(_dense(pairs), dz, grads[1::2], strict=True)]
         of_proj = [one for one, want in zip(of_proj, wanted[1::2], strict=False) if want]
@@ -334,16 +333,11 @@ def _attend(
     out, lse = buffers = _attend_buffers(q, values)
     if not out.numel():
         return buffers
-    (b, h, n, _), (_, heads, slots, _) = q.shape, keys.shape
     q, keys, values, off = dense(q), whole(keys), whole(values), whole(off)
-    options = options_of(q, q.dtype, values.shape[3], off, False, slots)
-    launch(
-        "linformer.attend",
-        (b * h, _tuning.linear_attention_splits(b * h, q.device), 1),
-        (q, keys, values, off, out, lse, *q.stride()[:3], h, h // heads, n, slots, scale * LOG2E),
-        options,
-        constants,
+    grid, numbers, options, _ = plan_of_attend(
+        q.shape, q.stride(), keys.shape, values.shape[3], q.dtype, off is not None, scale, q.device
     )
+    launch("linformer.attend", grid, (q, keys, values, off, out, lse, *numbers), options, constants)
     return buffers
 
 
@@ -364,24 +358,22 @@ def _attend_backward(
         return dq, dkeys.zero_(), dvalues.zero_()
     q, keys, values, off = dense(q), whole(keys), whole(values), whole(off)
     dout, out = dense(dout), merged(out)
-    options = options_of(q, q.dtype, e, off, False, slots, dout)
-    kernel = "linformer_backward.grad_slots"
-    tiles = tiles_of(kernel, options)
-    programs = -(-slots // tiles["BLOCK_K"])
-    splits = _tuning.linformer_splits(b * h * programs, n, q.device, 1)
-    whole_q, whole_kv = programs == 1, splits == 1 and h == heads
+    grid, numbers, options, splits = plan_of_grad_slots(
+        q.shape, q.stride(), keys.shape, e, dout.stride(), q.dtype, off is not None, scale, q.device
+    )
+    programs, whole_kv = grid[2], options.whole
+    whole_q = programs == 1
     parts_q = dq if whole_q else q.new_empty(programs * dq.numel(), dtype=torch.float32)
     parts = [dkeys, dvalues] if whole_kv else [
         q.new_empty(splits * b * h * slots * width, dtype=torch.float32) for width in (d, e)
     ]  # fmt: skip
     launch(
-        kernel,
-        (b * h, splits, programs),
-        (q, keys, values, off, out, dout, lse, *parts, parts_q, *q.stride()[:3],
-         *dout.stride()[:3], h, h // heads, n, slots, b, scale * LOG2E, scale),
-        options._replace(of=parts_q.dtype, whole=whole_kv),
+        "linformer_backward.grad_slots",
+        grid,
+        (q, keys, values, off, out, dout, lse, *parts, parts_q, *numbers),
+        options,
         constants,
-    )  # fmt: skip
+    )
     if not whole_q:
         add(programs, (parts_q, dq))
     if whole_kv:
