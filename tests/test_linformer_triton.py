@@ -119,9 +119,14 @@ def planned_anew():
 
 @pytest.mark.parametrize("splits", [1, 3, 9])
 def test_any_number_of_splits_gives_the_same(splits, planned_anew, monkeypatch):
-    monkeypatch.setattr(_tuning, "linformer_splits", lambda *about: splits)
+    asked = []
+    monkeypatch.setattr(_tuning, "linformer_splits", lambda *about: asked.append(about) or splits)
     compare(CASES[3], False)
     compare(CASES[1], True)
+    before = len(asked)
+    assert before
+    compare(CASES[1], True)
+    assert len(asked) == before  # plans are kept
 
 
 def test_any_layout_in_memory_gives_the_same_and_two_runs_are_bitwise_equal():
