@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fastattn import _native
+from fastattn.lra import files as lra_files
 from fastattn.lra.data import BatchStream
 from fastattn.lra.protocols import PROTOCOLS
-from fastattn.lra.tasks import pathfinder_files
+from fastattn.lra.tasks import pathfinder, pathfinder_files
 from fastattn.lra.tasks.pathfinder import PATHFINDER, PATHX
 from fastattn.lra.tasks.pathfinder_files import SETS
 
@@ -327,6 +329,21 @@ def test_the_test_set_does_not_depend_on_the_size_of_the_training_set(tmp_path, 
     assert a["test"].fingerprint() == b["test"].fingerprint()
     assert a["val"].fingerprint() == b["val"].fingerprint()
     assert a["train"].fingerprint() == b["train"].take(11).fingerprint()
+
+
+def test_without_the_native_part_processes_draw_the_same_files(tmp_path, monkeypatch):
+    pools, pool = [], lra_files.ProcessPoolExecutor
+    monkeypatch.setattr(lra_files, "ProcessPoolExecutor", lambda n: pools.append(n) or pool(n))
+    monkeypatch.setattr(pathfinder, "PER_FILE", 8)
+    whole = []
+    for name, workers in (("native", 7), ("one", 1), ("several", 7)):
+        PATHFINDER.generate(tmp_path / name, n=40, workers=workers, difficulty="easy")
+        monkeypatch.setattr(_native, "load", lambda: (None, "it was not built"))
+        paths = [p for p in (tmp_path / name).rglob("*.[np][pn][yg]") if p.name[0] != "."]
+        assert len(paths) == 5 + 40
+        whole.append({p.relative_to(tmp_path / name): p.read_bytes() for p in paths})
+    assert whole[0] == whole[1] == whole[2]
+    assert pools.count(7) == 1  # what was written is read by a process a core
 
 
 def test_what_was_generated_and_then_changed_is_noticed(tmp_path):

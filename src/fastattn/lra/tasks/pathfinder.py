@@ -12,14 +12,17 @@ The public data has no splits: 8, 1 and 1 tenths are slices in the order of the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastattn import _native
 from fastattn.lra import files
 from fastattn.lra.data import GREYS, Data, Split, Vocabulary
 from fastattn.lra.protocols import DEFAULT, PROTOCOLS, Protocol, protocol_of
@@ -55,7 +58,7 @@ def generate(
         n: Images in all, split into 8, 1 and 1 tenths, instead of the next three.
         num_train, num_val, num_test: Images; None means 160,000, 20,000 and 20,000.
         size, difficulty, ease: As in ``pathfinder_images.Settings.of``.
-        workers: Threads; None means one a core.
+        workers: Threads, or processes without the native part; None means one a core.
     """
     wanted = (num_train, num_val, num_test)
     if n is None:
@@ -114,27 +117,35 @@ Block = tuple[NDArray[np.uint8], list[tuple[str, ...]]]
 
 def _draw(
     settings: Settings, sizes: tuple[int, int, int], seed: int, workers: int | None
-) -> Iterator[Block]:
-    """The images of each file of metadata, and their rows; a split is one run of the seed."""
+) -> Generator[Block, None, None]:
+    """The images of each file of metadata, and their rows."""
+    block = partial(_block, settings=settings, sizes=sizes, seed=seed, threads=workers)
+    native = _native.load()[0] is not None  # NumPy has no threads: a process draws a file
+    number = -(-sum(sizes) // PER_FILE)
+    with closing(files.in_order(block, 1 if native else workers, number)) as blocks:
+        yield from blocks
+
+
+def _block(
+    b: int, *, settings: Settings, sizes: tuple[int, int, int], seed: int, threads: int | None
+) -> Block:
+    """Those of file b; a split is one run of the seed."""
     train, val, test = sizes
     runs = [(0, train, val + test), (train, train + val, test), (train + val, sum(sizes), 0)]
-    for b, start in enumerate(range(0, sum(sizes), PER_FILE)):
-        stop = min(start + PER_FILE, sum(sizes))
-        pieces = [
-            draw(settings, max(start, low) - low + first, min(stop, high) - max(start, low),
-                 seed=seed, threads=workers)
-            for low, high, first in runs
-            if max(start, low) < min(stop, high)
-        ]  # fmt: skip
-        columns = [np.concatenate(x) for x in zip(*pieces, strict=True)]
-        images, labels, margins = columns[:3]
-        yield (
-            images,
-            [
-                settings.row(f"imgs/{b}", f"sample_{i}.png", i, int(label), int(margin))
-                for i, (label, margin) in enumerate(zip(labels, margins, strict=True))
-            ],
-        )
+    start, stop = b * PER_FILE, min((b + 1) * PER_FILE, sum(sizes))
+    pieces = [
+        draw(settings, max(start, low) - low + first, min(stop, high) - max(start, low),
+             seed=seed, threads=threads)
+        for low, high, first in runs
+        if max(start, low) < min(stop, high)
+    ]  # fmt: skip
+    columns = [np.concatenate(x) for x in zip(*pieces, strict=True)]
+    images, labels, margins = columns[:3]
+    rows = [
+        settings.row(f"imgs/{b}", f"sample_{i}.png", i, int(label), int(margin))
+        for i, (label, margin) in enumerate(zip(labels, margins, strict=True))
+    ]
+    return images, rows
 
 
 def _counted(blocks: Iterator[Block], advance: Any) -> Iterator[Block]:
