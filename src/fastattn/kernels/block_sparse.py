@@ -66,6 +66,7 @@ def words_at(
     """Which keys of a tile are seen, a bit each: of the first 32 and of those behind."""
     low, high = 0, 0
     if MASKED:
+        tl.static_assert(BLOCK_K <= 64)
         first = block * SIZE + sub * BLOCK_K
         low = tl.load(words_ptr + first // 32, mask=there, other=0)
         if BLOCK_K == 64:

@@ -192,7 +192,8 @@ def _constants(kernel: str, options: _Options) -> dict[str, Any]:
 
 def _tiles(kernel: str, options: _Options) -> dict[str, int]:
     name = kernel.split(".")[1]
-    return _tuning.block_sparse(name, options.d, options.e, options.size, options.dtype)
+    about = options.d, options.e, options.size, options.dtype, options.masked
+    return _tuning.block_sparse(name, *about)
 
 
 class _Sizes(NamedTuple):
