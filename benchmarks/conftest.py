@@ -110,8 +110,10 @@ class Bench:
         for _ in range(3):
             call()
         info["peak_mib"] = peak_memory(call)
-        info["ms"], info["graph_ms"] = called_ms(call), graph_ms(call)
-        if beside is not None:
+        info["graph_ms"] = graph_ms(call)
+        if beside is None:
+            info["ms"] = called_ms(call)
+        else:
             base = one_pass(beside[0], leaves, beside[1], backward)
             info["base_ms_rounds"], info["ms_rounds"] = in_turn(base, call)
             pairs = zip(info["ms_rounds"], info["base_ms_rounds"], strict=True)

@@ -396,10 +396,9 @@ def test_empty_batches_and_sequences_are_no_error(sizes):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("heads", [None, 2])
 def test_learned_directions_have_their_gradient(heads, variant, causal):
-    b, n = (2, 150) if ON_GPU else (1, 70)  # the interpreter takes its time
-    case = testing.AttentionCase("", "", b, 4, 2, n, n, 12, 20)
+    case = testing.AttentionCase("", "", 2, 4, 2, 150, 150, 12, 20)
     w = draw_projection(24, 12, num_heads=heads).to(DEVICE) + 1 / 12
-    mask = testing.padding_masks(b, n)["interior"].to(DEVICE)
+    mask = testing.padding_masks(2, 150)["interior"].to(DEVICE)
     options = {"variant": variant, "causal": causal, "key_padding_mask": mask}
     leaves = [*case.inputs(torch.float32, DEVICE), w]
     if variant == "oprf":

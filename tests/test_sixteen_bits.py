@@ -1,4 +1,4 @@
-"""Kernels in bfloat16 and float16 without a GPU: their tiles are others than those of float32.
+"""Attention kernels in bfloat16 and float16 without a GPU: their tiles are not those of float32.
 
 Triton's interpreter multiplies bfloat16 as the integers that hold it. Here products widen both
 sides and are summed in float32, as tensor cores do, and a constant can be bfloat16.
