@@ -474,6 +474,15 @@ def test_what_ran_out_of_memory_at_every_length_is_drawn(tmp_path, pictures, lin
     figures.draw_lines(tmp_path / "n.png", lines, x="n", y="MiB", powers=True, failed=failed)
 
 
+def test_an_axis_of_less_than_a_decade_has_numbers(tmp_path, pictures):
+    lines = {"small": {512: 9.0, 1024: 37.0}}
+    figures.draw_lines(tmp_path, lines, x="n", y="ms", powers=True, ticks=(512, 1024))
+    (axes,) = pictures[0].axes
+    low, high = axes.get_ylim()
+    marks = [x for x in axes.get_yticks() if low <= x <= high]
+    assert axes.yaxis.get_major_formatter().format_ticks(marks) == ["10", "20"]
+
+
 @pytest.mark.gpu
 def test_memory_and_speed_are_measured_on_a_gpu(run, tmp_path):
     assert analyze(tmp_path, run, what="memory,speed", options=("--max-length", 1024)) == 0

@@ -107,8 +107,12 @@ def draw_panels(
                 axes.plot(list(points), list(points.values()), label=label, marker="o", **_style(i))
             _mark_failed(axes, label, failed.get(label, ()), _style(i)["color"])
         if powers:
+            from matplotlib.ticker import LogLocator
+
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a decade is often all of it
+            axes.yaxis.set_major_formatter("{x:g}")
         if ticks is not None:
             axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks], rotation=30)
             axes.minorticks_off()
