@@ -186,8 +186,8 @@ class MultiHead(nn.MultiheadAttention):
         out = self._attend(q, k, v, causal=causal, key_padding_mask=about)
         skip = self._extra_keys if causal else 0  # the queries that only carry the extra keys
         out = out[:, :, skip:]
-        if self.dropout and not self._drops_weights:
-            out = F.dropout(out, self.dropout, self.training)
+        if self.training and self.dropout and not self._drops_weights:
+            out = F.dropout(out, self.dropout)
         out = self.out_proj(self._merge(out, batched))
         if not need_weights:
             return out, None

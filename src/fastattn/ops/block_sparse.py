@@ -164,7 +164,7 @@ def _check_inputs(
     if not isinstance(layout, BlockLayout):
         raise TypeError(f"layout must be a BlockLayout, got {type(layout).__name__}")
     size = layout.block_size
-    if layout.shape != (-(-n // size), -(-s // size)):
+    if layout.shape != ((n + size - 1) // size, (s + size - 1) // size):
         made = f" (made for {layout.seq_len} tokens)" if layout.seq_len is not None else ""
         raise ValueError(
             f"layout has {layout.shape[0]} blocks of queries and {layout.shape[1]} of keys{made}, "

@@ -176,7 +176,7 @@ class BlockLayout:
     def _of(
         cls, recipe: Recipe, seq_len: int, block_size: int, num_heads: int, causal: bool
     ) -> BlockLayout:
-        n = -(-seq_len // block_size)
+        n = (seq_len + block_size - 1) // block_size
         return cls(block_size, num_heads, (n, n), causal, seq_len, recipe)
 
     # What it is

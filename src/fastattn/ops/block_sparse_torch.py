@@ -108,7 +108,7 @@ class _Parts:
     def __init__(self, lists: Lists, rows: int, b: int, h: int) -> None:
         self.rows = rows
         room = lists.blocks.shape[2]
-        most = max(1, -(-room // max(rows, 1)))
+        most = max(1, -(-room // rows))  # of a recipe no function of a symbolic length
         items = items_of(lists, most)
         entry = torch.arange(most, device=lists.blocks.device)
         there = entry < items.length[..., None]  # (p, h', t, c)
