@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Without a GPU CUDA kernels, some minutes of nvcc, would be for nothing.
+export FASTATTN_NATIVE ?= $(if $(shell command -v nvidia-smi),auto,cpu)
+
 .PHONY: demo test check bench results docs clean
 .DELETE_ON_ERROR:
 

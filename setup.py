@@ -39,12 +39,23 @@ def nvcc() -> str:
     )
 
 
+def gpus() -> list[str]:
+    """Of the GPUs that are here: 90 for compute capability 9.0."""
+    try:
+        said = run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+    except (OSError, RuntimeError):
+        return []
+    found = {x.replace(".", "") for x in said.split()}
+    return sorted((x for x in found if x.isdigit()), key=int)
+
+
 def archs(compiler: str) -> list[str]:
-    """Those asked for, or of the usual ones those that the compiler knows."""
+    """Those asked for; or what is here, else the usual ones, of those that the compiler knows."""
     if ARCHS:
         return ARCHS.replace(",", ";").split(";")
     known = run([compiler, "--list-gpu-arch"])
-    found = [x for x in USUAL if f"compute_{x}" in known.split()]
+    here, found = ([x for x in y if f"compute_{x}" in known.split()] for y in (gpus(), USUAL))
+    found = here or found
     if not found:
         raise RuntimeError(f"{compiler} compiles for none of {', '.join(USUAL)}")
     return found

@@ -114,6 +114,38 @@ def test_everything_compiles_for_hopper_within_its_registers(tmp_path):
     assert "[1.0, 12.0, 23.0, 34.0]" in works(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("here", "want"),
+    [
+        ("9.0\n8.0\n9.0\n", ["80", "90"]),
+        ("99.0\n12.0\n", ["120"]),
+        ("99.0\n", ["80", "90", "120"]),
+        ("[N/A]\n", ["80", "90", "120"]),
+        (None, ["80", "90", "120"]),
+    ],
+)
+def test_it_is_built_for_the_gpus_that_are_here(here, want, tmp_path):
+    """Of those that the compiler knows; else for the usual ones."""
+    pytest.importorskip("pybind11")
+
+    def program(name, prints, code=0):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\nprintf '{prints}'\nexit {code}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    compiler = program("nvcc", "".join(f"compute_{x}\\n" for x in (80, 90, 120)))
+    program("nvidia-smi", (here or "no driver").replace("\n", "\\n"), int(here is None))
+    code = "import runpy, setuptools; setuptools.setup = lambda **_: None; "
+    code += f"print(runpy.run_path('setup.py')['archs']({compiler!r}))"
+    path = os.pathsep.join((str(tmp_path), os.environ["PATH"]))
+    environment = os.environ | {"PATH": path, "FASTATTN_CUDA_ARCHS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == f"{want}\n", done.stderr
+
+
 def limited(said, most_registers=128, most_spilt=128):
     """At most so many registers, and bytes of a thread's in memory."""
     registers = [int(x) for x in re.findall(r"Used (\d+) registers", said)]
