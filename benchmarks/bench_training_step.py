@@ -37,7 +37,7 @@ def bench_training_step(benchmark, monkeypatch, recipe, mixer, path):
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, len(task.vocabulary), (size, n), generator=draw)
     labels = torch.randint(task.num_classes, (size,), generator=draw)
-    batches = [Batch(tokens, torch.full((size,), n), labels)] * 13
+    batches = [Batch(tokens, torch.full((size,), n), labels)] * 10
     step = benchmark.pedantic(time_steps, (encoder, batches), {"bf16": plan.bf16}, rounds=1)
     benchmark.extra_info.update(
         {

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from fastattn.lra.analyses import ANALYSES, Options, records
 from fastattn.lra.analyses import models as model_analyses
 from fastattn.lra.analysis import at_floor, mean_and_spread, repeated, step_seconds
 from fastattn.lra.cli import main
-from fastattn.lra.data import Split
+from fastattn.lra.data import Batch, Split
 from fastattn.lra.results import labels, read_result
 from fastattn.lra.tables import Table
 from fastattn.lra.tasks import TASKS
@@ -655,6 +656,19 @@ def test_features_of_a_line_are_of_runs_that_differ_in_their_number_and_seed_alo
         "the features differ from block to block",
         "the mixer has no performer, and is not linear attention alone",
     ]
+
+
+def test_of_a_batch_the_shortest_step_counts_and_the_first_does_not(run, monkeypatch):
+    seconds = [0, 0, 1, 6, 3, 4, 2, 5]  # two batches: not counted, then three passes
+    clock = itertools.accumulate(x for step in seconds for x in (0, step))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    result = read_result(run)
+    encoder = measure.model_of(result, max_length=32)
+    batch = Batch(torch.ones(1, 32, dtype=torch.long), torch.tensor([32]), torch.tensor([0]))
+    step = measure.time_steps(encoder, [batch, batch], bf16=False)
+    assert step.milliseconds == 2500  # of 1 and 4
+    with pytest.raises(ValueError, match="batches must be at least one"):
+        measure.time_steps(encoder, [], bf16=False)
 
 
 def test_a_step_is_made_for_its_length(run, tmp_path):

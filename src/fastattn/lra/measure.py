@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from fastattn.lra.tasks import TASKS
 from fastattn.lra.train import check_vocabulary
 
 OUT_OF_MEMORY = "out of memory"
-WARM_UP = 3  # steps that are not counted
+PASSES = 3  # over the same batches
 
 
 @dataclass(frozen=True)
@@ -152,24 +152,27 @@ def measured_reach(result: Result) -> list[int] | None:
 
 
 def time_steps(
-    encoder: Encoder, batches: Iterable[Batch], *, bf16: bool, warm_up: int = WARM_UP
+    encoder: Encoder, batches: Sequence[Batch], *, bf16: bool, passes: int = PASSES
 ) -> Step:
-    """The median training step, synchronised, after those of the warm-up, and its peak memory.
+    """The median over the batches of the shortest synchronised training step, and the peak memory.
 
     Args:
         encoder: Where it is to be trained.
-        batches: At least ``warm_up + 1``.
+        batches: At least one.
         bf16: Mixed precision on a GPU.
-        warm_up: Steps that are not counted: compilation, tuning, the optimiser's state.
+        passes: Over the batches, of which the shortest step counts: a host's Python may be slow
+            for seconds. One before them is not counted: compilation, tuning, lengths that are met
+            for the first time, the optimiser's state.
     """
+    if not batches:
+        raise ValueError("batches must be at least one")
     place = next(encoder.parameters()).device
     cuda = place.type == "cuda"
     optimizer = torch.optim.AdamW(encoder.parameters(), fused=cuda)
     encoder.train()
-    seconds = []
-    for i, (tokens, lengths, labels) in enumerate(batches):
-        if cuda and i == warm_up:
-            torch.cuda.reset_peak_memory_stats(place)
+
+    def seconds(batch: Batch) -> float:
+        tokens, lengths, labels = batch
         _synchronize(place)
         began = time.perf_counter()
         with _precision(place, bf16):
@@ -178,11 +181,15 @@ def time_steps(
         optimizer.step()
         optimizer.zero_grad()
         _synchronize(place)
-        seconds.append(time.perf_counter() - began)
-    if len(seconds) <= warm_up:
-        raise ValueError(f"batches must be more than the {warm_up} of the warm-up")
+        return time.perf_counter() - began
+
+    for batch in batches:
+        seconds(batch)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(place)
+    found = [[seconds(batch) for batch in batches] for _ in range(passes)]
     peak = torch.cuda.max_memory_allocated(place) / 2**20 if cuda else None
-    return Step(1000 * statistics.median(seconds[warm_up:]), peak)
+    return Step(1000 * statistics.median(map(min, zip(*found, strict=True))), peak)
 
 
 def step_at_length(result: Result, batch_size: int, n: int, steps: int = 5) -> Step:
@@ -199,7 +206,7 @@ def step_at_length(result: Result, batch_size: int, n: int, steps: int = 5) -> S
     tokens = torch.randint(1, len(task.vocabulary), (documents, n), generator=draw)
     labels = torch.randint(task.num_classes, (batch_size,), generator=draw)
     batch = Batch(tokens, torch.full((documents,), n), labels)
-    return time_steps(encoder, [batch] * (WARM_UP + steps), bf16=recipe_of(result).bf16)
+    return time_steps(encoder, [batch] * steps, bf16=recipe_of(result).bf16)
 
 
 def by_length(measure: Callable[[int], Step], lengths: Sequence[int]) -> dict[int, Step | str]:

@@ -55,8 +55,8 @@ def receptive_field(runs: Runs, options: Options) -> Analysis:
 def memory(runs: Runs, options: Options) -> Analysis:
     """Memory and time against length
 
-    Peak memory and median time of a training step of a model made for n tokens, on full documents
-    of n random tokens.
+    Peak memory and time (the median of the shortest of three) of a training step of a model made
+    for n tokens, on full documents of n random tokens.
     """
     limit = options.memory_limit
     if not torch.cuda.is_available():
@@ -108,7 +108,8 @@ def speed(runs: Runs, options: Options) -> Analysis:
 
     Recorded: the median over the stretches between validations of the run's last phase, loading
     included; of a finished run the training until it stopped, without the validations. Measured:
-    the median synchronised step, after a warm-up, on batches of its training set, on this machine.
+    the median synchronised step over batches of its training set, each the shortest of three, after
+    one that is not counted, on this machine.
     """
     notes = Notes(runs)
     rows: list[Sequence[Value]] = []
@@ -131,7 +132,7 @@ def speed(runs: Runs, options: Options) -> Analysis:
             else:
                 batch_size = options.batch_size or size
                 stream = BatchStream(split, batch_size, seed=recipe.seed)
-                batches = (stream[i] for i in range(measure.WARM_UP + options.steps))
+                batches = [stream[i] for i in range(options.steps)]
                 step = measure.time_steps(encoder.to(measure.device()), batches, bf16=recipe.bf16)
                 here = step.milliseconds / 1000 * stream.steps_per_epoch
                 measured = batch_size, step.milliseconds, here, step.peak_mib, _here()
