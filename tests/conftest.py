@@ -27,6 +27,8 @@ def _quicken(interpreter):
     """Of Triton's interpreter, half of whose time is for nothing: it patches its language for a
     launch, and in every call of a function within it anew, to the same; and it looks for overflows
     of integers, which it reports with ``debug`` only."""
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # another version's, and slow
     without = replace(interpreter.InterpreterOptions(), sanitize_overflow=False)
     interpreter.interpreter_builder.options = without
     patch, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
