@@ -188,6 +188,34 @@ def test_no_state_leaks_from_batch_to_batch():
     assert torch.equal(model(tokens, lengths), first)
 
 
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_gates_hold_a_state_over_as_many_tokens_as_chrono_says(kind):
+    """At first, of inputs and states of zero: from one token to the last."""
+    torch.manual_seed(0)
+    for layer in range(2):
+        cells = RecurrentBody(kind, 4, 64, layers=2, chrono=300).cells
+        gates = [getattr(cells, f"bias_{x}h_l{layer}").view(-1, 64) for x in "ih"]
+        kept = (gates[0] + gates[1])[1].sigmoid()
+        stretch = 1 / (1 - kept)
+        assert 2 <= stretch.min() < 40
+        assert 250 < stretch.max() <= 300
+        if kind == "lstm":
+            torch.testing.assert_close((gates[0] + gates[1])[0].sigmoid(), 1 - kept)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_the_first_token_reaches_the_last_state_with_chrono(kind):
+    def gradient(**options):
+        torch.manual_seed(0)
+        body = RecurrentBody(kind, 4, 64, **options)
+        x = torch.randn(2, 200, 4, requires_grad=True)
+        out = body(x, Padding.of(torch.tensor([200, 200]), 200, CPU))
+        return torch.autograd.grad(out[:, -1].square().sum(), x)[0][:, 0].norm()
+
+    assert gradient() < 1e-12
+    assert gradient(chrono=200) > 1e-5
+
+
 @pytest.mark.parametrize(
     ("mixer", "kilobytes", "pool"),
     [
@@ -241,6 +269,8 @@ def test_bad_models_say_what_is_wrong():
         ({"mixer": "gru linear"}, "gru is a whole network and stands alone"),
         ({"mixer": "gru", "positions": "learned"}, "takes positions 'none'"),
         ({"mixer": "gru:layers=0"}, "layers must be at least 1"),
+        ({"mixer": "gru:chrono=1"}, "chrono must be 0, or at least 2 of an lstm or gru, got 1"),
+        ({"mixer": "rnn:chrono=9"}, "unknown option|chrono"),
         ({"mixer": "conv:kernel=4"}, "kernel must be an odd number"),
         ({"mixer": "conv:groups=5"}, "groups must divide the widths 32 and 64"),
         ({"mixer": "tcn:kind=ring"}, "kind must be one of causal, symmetric, circular"),
@@ -258,3 +288,5 @@ def test_bad_models_say_what_is_wrong():
             make(**options)
     with pytest.raises(ValueError, match="layers must be at least 1"):
         RecurrentBody("gru", 4, 4, layers=-1)
+    with pytest.raises(ValueError, match="chrono must be 0, or at least 2"):
+        RecurrentBody("rnn", 4, 4, chrono=9)

@@ -22,8 +22,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 BODIES: dict[str, tuple[str, ...]] = {
     "rnn": ("layers", "embedding"),
-    "lstm": ("layers", "embedding"),
-    "gru": ("layers", "embedding"),
+    "lstm": ("layers", "chrono", "embedding"),
+    "gru": ("layers", "chrono", "embedding"),
     "tcn": ("kind", "kernel", "blocks", "project", "embedding"),
 }
 MIXERS = (*OTHERS, *MECHANISMS, *BODIES)
