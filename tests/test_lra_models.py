@@ -270,7 +270,7 @@ def test_bad_models_say_what_is_wrong():
         ({"mixer": "gru", "positions": "learned"}, "takes positions 'none'"),
         ({"mixer": "gru:layers=0"}, "layers must be at least 1"),
         ({"mixer": "gru:chrono=1"}, "chrono must be 0, or at least 2 of an lstm or gru, got 1"),
-        ({"mixer": "rnn:chrono=9"}, "unknown option|chrono"),
+        ({"mixer": "rnn:chrono=9"}, "options of rnn are layers, embedding, got 'chrono'"),
         ({"mixer": "conv:kernel=4"}, "kernel must be an odd number"),
         ({"mixer": "conv:groups=5"}, "groups must divide the widths 32 and 64"),
         ({"mixer": "tcn:kind=ring"}, "kind must be one of causal, symmetric, circular"),
