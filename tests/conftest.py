@@ -4,7 +4,6 @@ models are found where the Makefile has put them."""
 import importlib.util
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,37 +22,8 @@ if with_cuda and torch.version.cuda is None:
         torch.library.define(f"torchvision::{name}", schema)
 
 
-def _quicken(interpreter):
-    """Of Triton's interpreter, half of whose time is for nothing: it patches its language for a
-    launch, and in every call of a function within it anew, to the same; and it looks for overflows
-    of integers, which it reports with ``debug`` only."""
-    if not hasattr(interpreter, "_LangPatchScope"):
-        return  # another version's, and slow
-    without = replace(interpreter.InterpreterOptions(), sanitize_overflow=False)
-    interpreter.interpreter_builder.options = without
-    patch, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
-    patched = set()
-
-    def patch_once(function):
-        found = {id(x) for x in function.__globals__.values() if any(x is y for y in language)}
-        if found and found <= patched:
-            return interpreter._LangPatchScope()
-        scope = patch(function)
-        restore = scope.restore
-        patched.update(found)
-
-        def restore_all():
-            restore()
-            patched.clear()
-
-        scope.restore = restore_all
-        return scope
-
-    interpreter._patch_lang = patch_once
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    _quicken(importlib.import_module("triton.runtime.interpreter"))
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    importlib.import_module("interpreted").quicken()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,7 +12,7 @@ from fastattn._backend import refusals
 from fastattn.ops import fft_conv_native, fft_conv_triton
 from fastattn.ops.fft_conv_torch import Lags
 
-pytest.importorskip("triton")
+interpreted = pytest.importorskip("interpreted")  # skips without triton
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 HALF = [torch.bfloat16, torch.float16]
@@ -23,39 +23,16 @@ kernels = partial(ops.fft_conv, backend="triton")
 
 @pytest.fixture(autouse=True)
 def _bfloat16(monkeypatch):
-    """The interpreter cuts bfloat16 off, and multiplies it as integers: here it does neither."""
+    """Not as the interpreter has it, so that it need not be refused."""
     if ON_GPU:
         return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-
-    def wide(x):
-        return (x.astype(np.uint32) << 16).view(np.float32)
-
-    def rounded(x, given, wanted, mode):
-        if (given, wanted) == (tl.float32, tl.bfloat16):
-            bits = torch.tensor(x.view(np.float32)).bfloat16().view(torch.int16)
-            return bits.numpy().view(np.uint16)
-        if (given, wanted) == (tl.bfloat16, tl.float32):
-            return wide(x)
-        return convert(x, given, wanted, mode)
-
-    def product(self, a, b, *rest):
-        if a.dtype == tl.bfloat16:
-            a, b = (interpreter.TensorHandle(wide(x.data), tl.float32) for x in (a, b))
-        return dot(self, a, b, *rest)
-
+    interpreted.compute_in_sixteen_bits(monkeypatch)
     refusal = fft_conv_triton.refusal
 
     def accepting(*about):
         reason = refusal(*about)
         return None if reason and "interpreter" in reason else reason
 
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
     monkeypatch.setattr(fft_conv_triton, "refusal", accepting)
 
 

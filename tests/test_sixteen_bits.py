@@ -1,8 +1,4 @@
-"""Attention kernels in bfloat16 and float16 without a GPU: their tiles are not those of float32.
-
-Triton's interpreter multiplies bfloat16 as the integers that hold it. Here products widen both
-sides and are summed in float32, as tensor cores do, and a constant can be bfloat16.
-"""
+"""Attention kernels in bfloat16 and float16 without a GPU: their tiles are not those of float32."""
 
 from functools import partial
 
@@ -12,7 +8,7 @@ import torch
 from fastattn import ops, testing
 from fastattn.ops import BlockLayout
 
-interpreter = pytest.importorskip("triton.runtime.interpreter")
+interpreted = pytest.importorskip("interpreted")  # skips without triton
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels' own tests run in all dtypes")
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -20,26 +16,8 @@ forms = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    import numpy as np
-    import triton.language as tl
-
-    def wide(x):
-        if x.dtype.scalar == tl.bfloat16:
-            return (x.data.astype(np.uint32) << 16).view(np.float32)
-        return x.data.astype(np.float32)
-
-    def create_dot(self, a, b, total, *about):
-        product = np.matmul(wide(a), wide(b)).astype(total.data.dtype)
-        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
-
-    def get_bf16(self, x):
-        bits = np.array([np.float32(x)]).view(np.uint32) >> 16
-        return interpreter.TensorHandle(bits.astype(np.uint16), tl.bfloat16)
-
-    builder = interpreter.InterpreterBuilder
-    monkeypatch.setattr(builder, "create_dot", create_dot)
-    monkeypatch.setattr(builder, "get_bf16", get_bf16, raising=False)
+def sixteen_bits(monkeypatch):
+    interpreted.compute_in_sixteen_bits(monkeypatch)
     monkeypatch.setattr(ops.linear_attention_triton, "refusal", lambda *about: None)
 
 
@@ -88,9 +66,8 @@ def test_linear(d, causal, dtype):
 def test_favor(d, m, causal, dtype):
     case = testing.AttentionCase("", "", 2, 1, 1, 90, 90, d, d)
     w = ops.draw_projection(m, d)
-    narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
     factor = d**-0.25 * 1.4426950408889634  # what is rounded is the scaled projection
-    w = (w * factor).to(narrow).double() / factor
+    w = (w * factor).to(dtype).double() / factor
     inputs = case.inputs(dtype)
     options = {"causal": causal, "key_padding_mask": masks(case), "scale": d**-0.5}
     testing.assert_as_accurate_as(
