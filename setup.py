@@ -40,25 +40,24 @@ def nvcc() -> str:
 
 
 def gpus() -> list[str]:
-    """Of the GPUs that are here: 90 for compute capability 9.0."""
+    """Of the GPUs that are here, 90 for compute capability 9.0; none older than the usual ones."""
     try:
         said = run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
     except (OSError, RuntimeError):
         return []
-    found = {x.replace(".", "") for x in said.split()}
-    return sorted((x for x in found if x.isdigit()), key=int)
+    found = {int(x) for x in said.replace(".", "").split() if x.isdigit()}
+    return [str(x) for x in sorted(found) if x >= int(USUAL[0])]
 
 
 def archs(compiler: str) -> list[str]:
     """Those asked for; or what is here, else the usual ones, of those that the compiler knows."""
     if ARCHS:
         return ARCHS.replace(",", ";").split(";")
-    known = run([compiler, "--list-gpu-arch"])
-    here, found = ([x for x in y if f"compute_{x}" in known.split()] for y in (gpus(), USUAL))
-    found = here or found
-    if not found:
-        raise RuntimeError(f"{compiler} compiles for none of {', '.join(USUAL)}")
-    return found
+    known = run([compiler, "--list-gpu-arch"]).split()
+    for wanted in (gpus(), USUAL):
+        if found := [x for x in wanted if f"compute_{x}" in known]:
+            return found
+    raise RuntimeError(f"{compiler} compiles for none of {', '.join(USUAL)}")
 
 
 def run(command: list) -> str:

@@ -192,8 +192,8 @@ def test_no_state_leaks_from_batch_to_batch():
 def test_gates_hold_a_state_over_as_many_tokens_as_chrono_says(kind):
     """At first, of inputs and states of zero: from one token to the last."""
     torch.manual_seed(0)
+    cells = RecurrentBody(kind, 4, 64, layers=2, chrono=300).cells
     for layer in range(2):
-        cells = RecurrentBody(kind, 4, 64, layers=2, chrono=300).cells
         gates = [getattr(cells, f"bias_{x}h_l{layer}").view(-1, 64) for x in "ih"]
         kept = (gates[0] + gates[1])[1].sigmoid()
         stretch = 1 / (1 - kept)

@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastattn import _native
 
@@ -119,6 +121,8 @@ def test_everything_compiles_for_hopper_within_its_registers(tmp_path):
     [
         ("9.0\n8.0\n9.0\n", ["80", "90"]),
         ("99.0\n12.0\n", ["120"]),
+        ("7.5\n8.0\n", ["80"]),
+        ("7.5\n", ["80", "90", "120"]),
         ("99.0\n", ["80", "90", "120"]),
         ("[N/A]\n", ["80", "90", "120"]),
         (None, ["80", "90", "120"]),
@@ -134,7 +138,7 @@ def test_it_is_built_for_the_gpus_that_are_here(here, want, tmp_path):
         path.chmod(0o755)
         return str(path)
 
-    compiler = program("nvcc", "".join(f"compute_{x}\\n" for x in (80, 90, 120)))
+    compiler = program("nvcc", "".join(f"compute_{x}\\n" for x in (75, 80, 90, 120)))
     program("nvidia-smi", (here or "no driver").replace("\n", "\\n"), int(here is None))
     code = "import runpy, setuptools; setuptools.setup = lambda **_: None; "
     code += f"print(runpy.run_path('setup.py')['archs']({compiler!r}))"
@@ -172,6 +176,29 @@ def test_other_generations_compile(arch, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     limited(done.stderr + done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("archs", "here", "wanted"),
+    [
+        (["90"], (8, 0), "80"),
+        (["80", "90"], (8, 6), None),  # a generation runs what was built for its first
+        (["86", "90"], (8, 0), "80"),
+        (["90"], (12, 0), None),  # the newest is there for all that follow
+        (["90a"], (9, 0), None),
+    ],
+)
+def test_it_is_refused_on_a_gpu_that_it_was_not_built_for(archs, here, wanted, monkeypatch):
+    module = SimpleNamespace(cuda_refusal=str)
+    monkeypatch.setattr(_native, "load", lambda: (module, ""))
+    monkeypatch.setattr(_native, "built", lambda: {"cuda": True, "archs": archs})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here)
+    said = _native._refusal.__wrapped__("cuda")
+    if wanted is None:
+        assert said is None
+    else:
+        assert said.endswith(f"install it with FASTATTN_CUDA_ARCHS={wanted}")
 
 
 def test_why_it_cannot_run_is_said():

@@ -53,4 +53,19 @@ def _refusal(device: str) -> str | None:
         return f"the inputs are on {device}, it needs the CPU or CUDA"
     if not built().get("cuda"):
         return f"the native part was built without CUDA: {built().get('cuda reason')}"
-    return module.cuda_refusal() or None
+    return module.cuda_refusal() or _not_built_for(built()["archs"])
+
+
+def _not_built_for(archs: list[str]) -> str | None:
+    """Of GPUs that are here: a generation runs what was built for it, up to its own, and every
+    later one what was built for the newest."""
+    compiled = [int(x.rstrip("af")) for x in archs]
+    for device in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(device)
+        here = 10 * major + minor
+        if here < max(compiled) and not any(x // 10 == major and x <= here for x in compiled):
+            return (
+                f"the native part was built for GPUs of {', '.join(archs)}, and GPU {device} is of "
+                f"{here}: install it with FASTATTN_CUDA_ARCHS={here}"
+            )
+    return None

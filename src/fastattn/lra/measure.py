@@ -151,18 +151,17 @@ def measured_reach(result: Result) -> list[int] | None:
     return [i - at for i in (size > 1e-13 * size.max()).nonzero().flatten().tolist()]
 
 
-def time_steps(
-    encoder: Encoder, batches: Sequence[Batch], *, bf16: bool, passes: int = PASSES
-) -> Step:
+def time_steps(encoder: Encoder, batches: Sequence[Batch], *, bf16: bool) -> Step:
     """The median over the batches of the shortest synchronised training step, and the peak memory.
+
+    A batch's shortest is of three passes over all of them, since a host's Python may be slow for
+    seconds. A pass before is not counted: compilation, tuning, lengths that are met for the first
+    time, the optimiser's state.
 
     Args:
         encoder: Where it is to be trained.
         batches: At least one.
         bf16: Mixed precision on a GPU.
-        passes: Over the batches, of which the shortest step counts: a host's Python may be slow
-            for seconds. One before them is not counted: compilation, tuning, lengths that are met
-            for the first time, the optimiser's state.
     """
     if not batches:
         raise ValueError("batches must be at least one")
@@ -187,7 +186,7 @@ def time_steps(
         seconds(batch)
     if cuda:
         torch.cuda.reset_peak_memory_stats(place)
-    found = [[seconds(batch) for batch in batches] for _ in range(passes)]
+    found = [[seconds(batch) for batch in batches] for _ in range(PASSES)]
     peak = torch.cuda.max_memory_allocated(place) / 2**20 if cuda else None
     return Step(1000 * statistics.median(map(min, zip(*found, strict=True))), peak)
 

@@ -67,8 +67,8 @@ def check_window(num_window_blocks: int, causal: bool) -> None:
         raise ValueError(f"num_window_blocks must be {what}, got {num_window_blocks}")
 
 
-def at_most(count: int, n: int) -> int:
-    """For so many of n blocks; few may be more than there are, and ask nothing of a symbolic n."""
+def room_for(count: int, n: int) -> int:
+    """For ``count`` of n blocks. For a few it may be more than n has: a symbolic n is not asked."""
     return count if count <= 16 else min(count, n)
 
 
@@ -99,9 +99,9 @@ def evaluate(
 
     zero, width = torch.zeros_like(length), recipe.left + recipe.right + 1
     parts = [
-        interval(zero.expand(-1, n), first.expand(-1, n), at_most(recipe.first, n)),
-        interval(start, end, at_most(width, n)),
-        interval(last.expand(-1, n), length.expand(-1, n), at_most(recipe.last, n)),
+        interval(zero.expand(-1, n), first.expand(-1, n), room_for(recipe.first, n)),
+        interval(start, end, room_for(width, n)),
+        interval(last.expand(-1, n), length.expand(-1, n), room_for(recipe.last, n)),
     ]
     shape = (*drawn.shape[:3], -1)
     seen = torch.cat([drawn, *(x.expand(shape) for x in parts)], -1)  # (p, h, n, entries)
@@ -110,7 +110,7 @@ def evaluate(
     if causal:
         absent = absent | (seen > row[:, None])
     # global rows see every block: a few rows of n entries, beside many of a few
-    count = at_most(recipe.first + recipe.last, n)
+    count = room_for(recipe.first + recipe.last, n)
     which = torch.arange(count, device=row.device)
     whole = torch.where(which < first, which, last + which - first)  # (p, count) rows
     every = row.expand(length.shape[0], num_heads, count, n)

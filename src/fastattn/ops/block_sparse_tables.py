@@ -17,7 +17,7 @@ from fastattn._launch import launch, whole
 from fastattn.ops.block_sparse_layout import BlockLayout
 from fastattn.ops.block_sparse_lists import Tables, tables_of
 from fastattn.ops.block_sparse_plans import state_of
-from fastattn.ops.block_sparse_recipes import at_most
+from fastattn.ops.block_sparse_recipes import room_for
 
 WORDS = 128  # keys that words are whole for: the largest block
 _lib = torch.library.Library("fastattn", "FRAGMENT")
@@ -74,7 +74,7 @@ def _evaluate(layout: BlockLayout, lengths: Tensor, columns: bool) -> tuple[Tabl
     r, rows = layout.recipe, layout.shape[0]
     assert r is not None
     first, last, left, right, drawn = (
-        at_most(x, rows) for x in (r.first, r.last, r.left, r.right, r.num_random)
+        room_for(x, rows) for x in (r.first, r.last, r.left, r.right, r.num_random)
     )
     numbers = (first, last, left, right, drawn, state_of(r.seed, r.layer), layout.causal, columns)
     made = _autograd.call(
