@@ -291,6 +291,18 @@ def test_a_resumed_run_can_be_cut_where_it_stands_already(data, tmp_path):
     assert history(out) == before
 
 
+def test_a_run_resumed_elsewhere_names_both_devices(data, tmp_path, monkeypatch):
+    devices = []
+    for chip, steps in (("a", 2), ("a", 4), ("b", 4), ("b", 6), ("b", 8), ("a", 9)):
+        monkeypatch.setattr("platform.processor", lambda chip=chip: chip)
+        recipe = replace(SMOKE, warmup=0).at_most(steps)
+        out = tmp_path / "run"
+        result = runs.fit("listops", data, recipe, "linear", out, workers=0, resume=bool(devices))
+        devices.append(result["device"])
+    if not torch.cuda.is_available():
+        assert devices == ["a", "a", "a", "a, then b", "a, then b", "a, then b"]
+
+
 def test_a_run_with_phases_off_the_grid_and_patience_resumes(data, tmp_path):
     phases = (Phase(steps=6, batch_size=8, lr=1e-3), Phase(steps=9, batch_size=4, lr=1e-3))
     recipe = replace(SMOKE, phases=phases, patience=50)

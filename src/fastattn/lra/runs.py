@@ -125,7 +125,11 @@ def fit(
         if begin is not None and (began is None or began["run"] != str(begin.resolve())):
             raise ValueError(f"{out} was not begun with {begin}: leave --from out to go on")
         if begun:
-            check_vocabulary(task, read_checkpoint(last)["fastattn"]["vocabulary"])
+            done = read_checkpoint(last)
+            check_vocabulary(task, done["fastattn"]["vocabulary"])
+            where = before["device"].split(", then ")
+            where += [result["device"]] if done["global_step"] < recipe.last_step else []
+            result["device"] = ", then ".join(dict.fromkeys(where))
         elif "fit" in before:
             raise ValueError(f"nothing to resume: {last} does not exist")
         elif began is not None:
