@@ -291,16 +291,20 @@ def test_a_resumed_run_can_be_cut_where_it_stands_already(data, tmp_path):
     assert history(out) == before
 
 
-def test_a_run_resumed_elsewhere_names_both_devices(data, tmp_path, monkeypatch):
-    devices = []
-    for chip, steps in (("a", 2), ("a", 4), ("b", 4), ("b", 6), ("b", 8), ("a", 9)):
+def test_a_run_resumed_elsewhere_says_where_it_trained(data, tmp_path, monkeypatch):
+    found, out = [], tmp_path / "run"
+    for chip, steps in (("a", 2), ("a", 4), ("b", 4), ("b", 6), ("b", 8), ("a", 9), ("c", 9)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.setattr("platform.processor", lambda chip=chip: chip)
+        monkeypatch.setattr("platform.python_version", lambda chip=chip: f"of {chip}")
         recipe = replace(SMOKE, warmup=0).at_most(steps)
-        out = tmp_path / "run"
-        result = runs.fit("listops", data, recipe, "linear", out, workers=0, resume=bool(devices))
-        devices.append(result["device"])
-    if not torch.cuda.is_available():
-        assert devices == ["a", "a", "a", "a, then b", "a, then b", "a, then b"]
+        result = runs.fit("listops", data, recipe, "linear", out, workers=0, resume=bool(found))
+        found.append(f"{result['device']}; Python {result['versions']['python']}")
+    assert found == [
+        *["a; Python of a"] * 3,  # the third has nothing to do
+        *["a, then b; Python of b"] * 2,
+        *["a, then b; Python of a"] * 2,
+    ]
 
 
 def test_a_run_with_phases_off_the_grid_and_patience_resumes(data, tmp_path):

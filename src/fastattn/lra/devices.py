@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -101,3 +102,13 @@ def is_first() -> bool:
     """Whether this is the process that writes and speaks, of all that train together."""
     ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
     return all(os.environ.get(name, "0") == "0" for name in ranks)
+
+
+def peak_of_process() -> int:
+    """Bytes of memory of this process, at most so far; 0 where nobody counts them."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

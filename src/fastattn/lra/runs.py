@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import signal
-import sys
 import warnings
 from dataclasses import asdict
 from importlib import metadata
@@ -27,7 +26,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 import fastattn
 from fastattn.lra.checkpoints import CheckpointFiles, digest, read_checkpoint
 from fastattn.lra.data import Data, Task
-from fastattn.lra.devices import hardware, is_first
+from fastattn.lra.devices import hardware, is_first, peak_of_process
 from fastattn.lra.encoder import reach
 from fastattn.lra.protocols import protocol_of
 from fastattn.lra.recipes import SOURCES, Recipe
@@ -127,9 +126,7 @@ def fit(
         if begun:
             done = read_checkpoint(last)
             check_vocabulary(task, done["fastattn"]["vocabulary"])
-            where = before["device"].split(", then ")
-            where += [result["device"]] if done["global_step"] < recipe.last_step else []
-            result["device"] = ", then ".join(dict.fromkeys(where))
+            result |= _where(before, result, further=done["global_step"] < recipe.last_step)
         elif "fit" in before:
             raise ValueError(f"nothing to resume: {last} does not exist")
         elif began is not None:
@@ -229,7 +226,7 @@ def fit(
         result.pop("test", None)  # of a checkpoint that is no longer the one
     if torch.cuda.is_available():
         result["fit"]["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
-    result["fit"]["peak_process_mib"] = _peak_of_process() // 2**20
+    result["fit"]["peak_process_mib"] = peak_of_process() // 2**20
     write(out / "result.json", result)
     if is_first():
         plot_curve(out)
@@ -409,14 +406,12 @@ def _describe(
     }
 
 
-def _peak_of_process() -> int:
-    """Bytes of memory of this process, at most so far; 0 where nobody counts them."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _where(before: dict[str, Any], now: dict[str, Any], *, further: bool) -> dict[str, Any]:
+    """Of a resumed run: the devices of all sittings, and the versions of the last that trains."""
+    if not further:
+        return {key: before[key] for key in ("device", "versions")}
+    devices = dict.fromkeys([*before["device"].split(", then "), now["device"]])
+    return {"device": ", then ".join(devices)}
 
 
 def _version(name: str) -> str | None:
