@@ -176,6 +176,20 @@ PATHFINDER_GRU = Recipe(
     plateau_patience=2,
 )
 
+# With gates that hold a state over a row or two from the start, and the mean of all states.
+PATHFINDER_GRU_MEAN = replace(
+    PATHFINDER_GRU,
+    name="pathfinder-gru-mean",
+    mixer="gru:chrono=64",
+    pool="mean",
+    phases=(
+        Phase(epochs=15, batch_size=128, lr=1e-3, decay="constant"),
+        Phase(epochs=15, batch_size=128, lr=1e-3, decay="cosine"),
+    ),
+    clip=1.0,
+    patience=None,
+)
+
 # Its structured self-attention: 4 hops, 256 hidden (they fit its size); the penalty is ours.
 PATHFINDER_GRU_ATTENTION = replace(
     PATHFINDER_GRU, name="pathfinder-gru-attention", pool="attention", penalty=1.0
@@ -311,6 +325,7 @@ RECIPES = {
         *GMLPS,
         *CONVS,
         PATHFINDER_GRU,
+        PATHFINDER_GRU_MEAN,
         PATHFINDER_GRU_ATTENTION,
         PATHFINDER_TCN,
         PATHFINDER_LINFORMER,
