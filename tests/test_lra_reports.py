@@ -434,6 +434,33 @@ def test_a_warning_has_the_name_of_its_run_alone(tmp_path):
     assert "- stuck at chance (linear, listops-budget)\n" in text
 
 
+def test_devices_of_several_sittings_are_told_from_several_at_once(tmp_path):
+    shown = [
+        write(tmp_path / f"{n}{at}", test=0.4, device=at, fit=BASE["fit"] | {"devices": n}).device
+        for n in (1, 2)
+        for at in ("A", "A, then B")
+    ]
+    assert shown == ["A", "A, then B", "2 × A", "2 × (A, then B)"]
+
+
+def test_a_run_that_was_at_chance_and_is_not_has_no_advice_on_the_page(tmp_path):
+    at = "chance: at step 9 of 90 the training loss is 0.6932 nats, that of guessing from "
+    for test, seed, guess in (
+        (0.4, 0, "nothing (1.0)"),
+        (0.17, 1, "nothing (2.0)"),
+        (0.4, 2, "a root (1.0)"),
+    ):
+        warning = f"stuck at {at}{guess}. Take a lower learning rate"
+        write(tmp_path / str(seed), test=test, seed=seed, fit=BASE["fit"] | {"warnings": [warning]})
+    write_report(tmp_path, tmp_path / "page.md")
+    lines = [x for x in (tmp_path / "page.md").read_text().splitlines() if "step 9 of" in x]
+    assert sorted(x.split(" (linear")[0] for x in lines) == [
+        f"- at {at.replace('chance', 'chance for a time')}nothing (1.0); later it was not",
+        f"- stuck at {at}a root (1.0). Take a lower learning rate",
+        f"- stuck at {at}nothing (2.0). Take a lower learning rate",
+    ]
+
+
 def test_a_recipe_of_an_older_definition_says_what_is_another_today(tmp_path):
     phases = [phase | {"steps": 100} for phase in BASE["recipe"]["phases"]]
     fewer = write(tmp_path / "a", test=0.4, recipe=BASE["recipe"] | {"phases": phases})

@@ -292,19 +292,23 @@ def test_a_resumed_run_can_be_cut_where_it_stands_already(data, tmp_path):
 
 
 def test_a_run_resumed_elsewhere_says_where_it_trained(data, tmp_path, monkeypatch):
-    found, out = [], tmp_path / "run"
+    found, out, peaks = [], tmp_path / "run", []
     for chip, steps in (("a", 2), ("a", 4), ("b", 4), ("b", 6), ("b", 8), ("a", 9), ("c", 9)):
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.setattr("platform.processor", lambda chip=chip: chip)
         monkeypatch.setattr("platform.python_version", lambda chip=chip: f"of {chip}")
+        process = {"a": 5, "b": 7, "c": 9}[chip] * 2**20
+        monkeypatch.setattr(runs, "peak_of_process", lambda process=process: process)
         recipe = replace(SMOKE, warmup=0).at_most(steps)
         result = runs.fit("listops", data, recipe, "linear", out, workers=0, resume=bool(found))
         found.append(f"{result['device']}; Python {result['versions']['python']}")
+        peaks.append(result["fit"]["peak_process_mib"])
     assert found == [
         *["a; Python of a"] * 3,  # the third has nothing to do
         *["a, then b; Python of b"] * 2,
         *["a, then b; Python of a"] * 2,
     ]
+    assert peaks == [5, 5, 5, 7, 7, 7, 7]
 
 
 def test_a_run_with_phases_off_the_grid_and_patience_resumes(data, tmp_path):

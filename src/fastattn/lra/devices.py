@@ -112,3 +112,24 @@ def peak_of_process() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peaks(before: dict[str, Any], found: dict[str, int]) -> dict[str, int]:
+    """The most memory in all sittings of a run: ``before`` is its record, ``found`` of this one."""
+    names = ("peak_memory_mib", "peak_process_mib")
+    either = [name for name in names if name in before or name in found]
+    return {name: max(before.get(name, 0), found.get(name, 0)) for name in either}
+
+
+def sittings(before: dict[str, Any], now: dict[str, Any], *, further: bool) -> dict[str, Any]:
+    """Where a run that goes on trains: the devices of all its sittings, the versions of the last.
+
+    Args:
+        before: The result so far.
+        now: The one that begins.
+        further: Whether there are steps left to make; else all is as it was.
+    """
+    if not further:
+        return {key: before.get(key, now[key]) for key in ("device", "versions")}
+    devices = [*before.get("device", now["device"]).split(", then "), now["device"]]
+    return {"device": ", then ".join(dict.fromkeys(devices))}

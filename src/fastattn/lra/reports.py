@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ do, they are the code's.
 _THEIR_SPEED = """\
 Of LRA's paper, at 4K tokens on TPUv3: no row is comparable with a time or a memory above.
 """
+
+_STUCK = re.compile(r"stuck at chance: (.* from nothing \([\d.]+\))\..*", re.DOTALL)
 
 
 class Found(NamedTuple):
@@ -236,6 +239,8 @@ def every_run(results: Sequence[Result], directory: Path) -> Table:
 
 def _remarks(result: Result) -> list[str]:
     found: list[str] = list(result.content.get("fit", {}).get("warnings", []))
+    if result.failure is None:
+        found = [_STUCK.sub(r"at chance for a time: \1; later it was not", x) for x in found]
     if result.content.get("test", {}).get("data_of_the_run") is False:
         found.append("the test set is not that of the run's training data")
     if result.content.get("test", {}).get("checkpoint") == "last":

@@ -312,6 +312,7 @@ def _reach(limits: Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def _device(name: str, devices: int) -> str:
+    name = f"({name})" if devices > 1 and ", then " in name else name
     return name if devices == 1 else f"{devices} × {name}"
 
 

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 import fastattn
 from fastattn.lra.checkpoints import CheckpointFiles, digest, read_checkpoint
 from fastattn.lra.data import Data, Task
-from fastattn.lra.devices import hardware, is_first, peak_of_process
+from fastattn.lra.devices import hardware, is_first, peak_of_process, peaks, sittings
 from fastattn.lra.encoder import reach
 from fastattn.lra.protocols import protocol_of
 from fastattn.lra.recipes import SOURCES, Recipe
@@ -98,7 +98,7 @@ def fit(
         resume = False  # it was killed before it had written anything
     elif resume and not (out / "result.json").is_file():
         raise ValueError(f"nothing to resume: {out / 'result.json'} does not exist")
-    begun = resume and last.is_file()
+    begun, done = resume and last.is_file(), 0
     # where several processes train, the others find what the first has written
     if not resume and is_first() and not is_new(out):
         raise ValueError(f"{out} is not empty: name another directory, or go on with --resume")
@@ -124,9 +124,8 @@ def fit(
         if begin is not None and (began is None or began["run"] != str(begin.resolve())):
             raise ValueError(f"{out} was not begun with {begin}: leave --from out to go on")
         if begun:
-            done = read_checkpoint(last)
-            check_vocabulary(task, done["fastattn"]["vocabulary"])
-            result |= _where(before, result, further=done["global_step"] < recipe.last_step)
+            done = _steps_of(last, task)
+            result |= sittings(before, result, further=done < recipe.last_step)
         elif "fit" in before:
             raise ValueError(f"nothing to resume: {last} does not exist")
         elif began is not None:
@@ -205,6 +204,7 @@ def fit(
     chosen = out / "checkpoints" / "best.ckpt"
     choose = max if mode == "max" else min
     best_entry = choose(model.history, key=lambda entry: entry[f"val_{measure}"])
+    earlier = result.get("fit", {})
     result["fit"] = {
         "steps": trainer.global_step,
         "seconds": round(model.seconds, 1),
@@ -224,9 +224,10 @@ def fit(
     whose = trainer.global_step if tested.get("checkpoint") == "last" else best_entry["step"]
     if tested.get("step") != whose:
         result.pop("test", None)  # of a checkpoint that is no longer the one
+    found = {"peak_process_mib": peak_of_process() // 2**20}
     if torch.cuda.is_available():
-        result["fit"]["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
-    result["fit"]["peak_process_mib"] = peak_of_process() // 2**20
+        found["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
+    result["fit"] |= peaks(earlier, found if trainer.global_step > done else {})
     write(out / "result.json", result)
     if is_first():
         plot_curve(out)
@@ -361,6 +362,13 @@ def is_new(out: Path) -> bool:
     return not out.exists() or {path.name for path in out.iterdir()} <= {"result.json.part"}
 
 
+def _steps_of(path: Path, task: Task) -> int:
+    """How many a checkpoint has made, of a run whose vocabulary must be the task's."""
+    checkpoint = read_checkpoint(path)
+    check_vocabulary(task, checkpoint["fastattn"]["vocabulary"])
+    return int(checkpoint["global_step"])
+
+
 def _groups(model: Classifier) -> list[dict[str, Any]]:
     """What the optimiser is given: each parameter is in one group."""
     groups = model.encoder.parameter_groups(model.recipe.weight_decay)
@@ -404,14 +412,6 @@ def _describe(
             **{name: _version(name) for name in ("triton", "lightning")},
         },
     }
-
-
-def _where(before: dict[str, Any], now: dict[str, Any], *, further: bool) -> dict[str, Any]:
-    """Of a resumed run: the devices of all sittings, and the versions of the last that trains."""
-    if not further:
-        return {key: before[key] for key in ("device", "versions")}
-    devices = dict.fromkeys([*before["device"].split(", then "), now["device"]])
-    return {"device": ", then ".join(devices)}
 
 
 def _version(name: str) -> str | None:
