@@ -355,6 +355,7 @@ SOURCES = {
         ("pathfinder-gru", "pathfinder-tcn", "pathfinder-sinusoidal"),
         _OF_000,
     ),
+    "pathfinder-gru-mean": f"fastattn, with the GRU of {_OF_000.split(';')[0]}",
     "pathfinder-gru-attention": f"{_OF_000}, and the penalty",
     "pathfinder-linformer": f"{_OF_000}, and the width",
     "listops-bert-mini": _OF_004,
