@@ -293,8 +293,8 @@ def test_a_resumed_run_can_be_cut_where_it_stands_already(data, tmp_path):
 
 def test_a_run_resumed_elsewhere_says_where_it_trained(data, tmp_path, monkeypatch):
     found, out, peaks = [], tmp_path / "run", []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for chip, steps in (("a", 2), ("a", 4), ("b", 4), ("b", 6), ("b", 8), ("a", 9), ("c", 9)):
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.setattr("platform.processor", lambda chip=chip: chip)
         monkeypatch.setattr("platform.python_version", lambda chip=chip: f"of {chip}")
         process = {"a": 5, "b": 7, "c": 9}[chip] * 2**20
